@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.device.device_weights import as_parameter, uploaded
 from hf_l2l.device.layer_device import LayerDevice
+from hf_l2l.engine.collected import CollectedOutputs, shares_memory, with_dimensions
 from hf_l2l.engine.recompute_check import CallCheck
 from hf_l2l.engine.trials import Trial, WithoutDropout, evaluating, same_results
 from hf_l2l.eps.masters import FUNCTIONAL_CALL, MasterUnit
@@ -26,7 +27,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.model.batch_dims import BatchDims, NoConsistentSplit, Split, Ubatch
 from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.container_writes import Containers, write
-from hf_l2l.model.hook_writes import Collected, HookState, HookWrites, as_they_were
+from hf_l2l.model.hook_writes import Collected, HookWrites
 from hf_l2l.model.kept_state import KeptState, Place, is_started_anew, is_tensor, kept_as_it_was
 from hf_l2l.model.layer_state import LayerState, as_if_not_run, own_generators_kept
 from hf_l2l.rows.host_rows import Passing, host_of
@@ -101,14 +102,13 @@ class LayerCall:
     """Shapes and dtypes of the tensor outputs, with all rows."""
     own: int = 0
     """How many of the tensor outputs it has returned; the others have been collected by hooks inside the layer."""
-    collected: list[Collected] = field(default_factory=list)
-    """What hooks have collected in the last run, until it is delivered."""
-    carried: list[bool] | None = None
-    """Of each container with collected tensors, whether they are outputs; None before the first ubatch."""
-    hook_states: list[HookState] = field(default_factory=list)
-    """Per ubatch, what hooks inside the layer found, and have changed."""
-    have_graph: list[bool] = field(default_factory=list)
-    """Of each collected output, whether a gradient flows through it."""
+    hooks: CollectedOutputs = field(init=False)
+    """The outputs that hooks inside the layer have collected; they follow its own."""
+    trial: list[Collected] = field(default_factory=list)
+    """What hooks have collected in the last trial."""
+
+    def __post_init__(self) -> None:
+        self.hooks = CollectedOutputs(self.unit.modules, self.unit.known)
 
     @classmethod
     def of(
@@ -164,13 +164,13 @@ class LayerCall:
         return self.rows_of_turn(alive, turn) if kept and len(alive) == len(kept) else []
 
     def recompute(self, tensors: Sequence[torch.Tensor], turn: int) -> list[torch.Tensor]:
-        """`execute` ubatch number `turn` once more, for the backward. Hooks find what they found in its forward."""
-        with as_they_were(self.hook_states[turn]):
-            return self.execute(tensors, again=True)
+        """`execute` ubatch number `turn` once more, for the backward."""
+        with self.hooks.as_in_forward(turn):
+            return self.execute(tensors, turn)
 
-    def execute(self, tensors: Sequence[torch.Tensor], *, again: bool = False) -> list[torch.Tensor]:
+    def execute(self, tensors: Sequence[torch.Tensor], turn: int | None = None) -> list[torch.Tensor]:
         """Run the layer's original forward on these tensor arguments and return its tensor outputs, and those that
-        hooks have collected. With `again`, nothing is left of what they collect."""
+        hooks have collected. It is the recompute of ubatch number `turn`; None: a forward, or a trial."""
         leaves = list(self.leaves)
         for position, tensor in zip(self.tensor_positions, tensors, strict=True):
             leaves[position] = tensor
@@ -184,59 +184,30 @@ class LayerCall:
         self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
         self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
         self.own = len(self.output_positions)
-        return [*(outputs[i] for i in self.output_positions), *self._take(writes, again)]
+        return [*(outputs[i] for i in self.output_positions), *self._collected(writes, turn)]
 
-    def _take(self, writes: HookWrites, again: bool) -> list[torch.Tensor]:
-        """The tensors that become outputs of those that hooks have collected in this run."""
-        found = writes.collected()
+    def _collected(self, writes: HookWrites, turn: int | None) -> list[torch.Tensor]:
+        """The outputs that hooks have collected in this run."""
         if self.is_trial:
-            self.collected = found
-            return []
-        if self.carried is None:
-            self._carry(found)
-        assert self.carried is not None, "it has been set"
-        carried = [each for each, is_carried in zip(found, self.carried, strict=False) if is_carried]
-        tensors = [tensor for each in carried for tensor in each.tensors]
-        if again:
+            self.trial = with_dimensions(writes.collected())
+            for each in self.trial:
+                each.weights = [shares_memory(tensor, self.unit.modules) for tensor in each.tensors]
             writes.take_back()
-            return tensors
-        # What is not carried stays as the hooks of each ubatch write it.
-        self.hook_states.append(writes.take_back([each.container for each in carried]))
-        if not self.collected:
-            self.collected = [replace(each, tensors=()) for each in carried]
-        return [self._apart(tensor) for tensor in tensors]
-
-    def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A collected tensor, or a copy of one that shares memory with weights of the layer: others follow there."""
-        weights = (p for module in self.unit.modules for p in module._parameters.values() if p is not None)
-        memory = tensor.untyped_storage()._cdata
-        return tensor.clone() if any(p.untyped_storage()._cdata == memory for p in weights) else tensor
-
-    def _carry(self, found: Sequence[Collected]) -> None:
-        """Decide in the first ubatch which collected tensors become outputs: all of a call that is not split, else
-        those that are known to have rows."""
-        self.carried, self.collected, self.hook_states = [True] * len(found), [], []
+            return []
+        if turn is not None:
+            return self.hooks.recompute(writes, turn)
+        found = self.hooks.forward(writes, None if self.split is None else self.split.collected)
         if self.split is not None:
-            known = self.split.collected
-            pairs = [*zip(known, found, strict=False)]
-            fit = len(known) == len(found) and all(
-                dims is None or len(dims.dims) == len(each.tensors) for dims, each in pairs
-            )
-            self.carried = [fit and dims is not None for dims, _ in pairs]
-            more = [dim for dims, _ in pairs if fit and dims is not None for dim in dims.dims]
-            self.split = replace(self.split, outputs=BatchDims((*self.split.outputs.dims[: self.own], *more)))
-        carried = [each for each, is_carried in zip(found, self.carried, strict=False) if is_carried]
-        self.have_graph = [tensor.requires_grad for each in carried for tensor in each.tensors]
+            dims = (*self.split.outputs.dims[: self.own], *self.hooks.dims)
+            self.split = replace(self.split, outputs=BatchDims(dims))
+        return found
 
     def assemble(self, outputs: Sequence[torch.Tensor], containers: Sequence[Any]) -> Any:
         """Build the layer's return value from its tensor outputs, pass captured ones to the model's collector, and
         write into the `containers` of the arguments what the layer has written into its own, and into others what
         hooks have collected."""
         assert self.output_spec is not None
-        rest = iter(outputs[self.own :])
-        for each in self.collected:
-            each.deliver([next(rest) for _ in each.positions])
-        self.collected = []  # whose containers hold the graph of this call
+        self.hooks.deliver(outputs[self.own :])
         leaves = list(self.output_leaves)
         for position, tensor in zip(self.output_positions, outputs[: self.own], strict=True):
             leaves[position] = tensor
@@ -311,10 +282,9 @@ class LayerCall:
         """
         with self.at.joined():
             given = [t.to(self.device) for t in tensors]
-            before, self.collected = self.collected, []
             outputs = [t.to(self.at.first) for t in self._execute_once(given, keep_buffers)]
-            collected, self.collected = self.collected, before
-        return Trial(outputs, collected)
+        found, self.trial = self.trial, []
+        return Trial(outputs, found)
 
     def _execute_once(self, tensors: Sequence[torch.Tensor], keep_buffers: bool) -> list[torch.Tensor]:
         weights = uploaded(self.unit, self.device, self.copies, requires_grad=False)

@@ -79,7 +79,7 @@ class RecomputeCheck:
             return None
         count = known.calls.get(kind, 0)
         known.calls[kind] = count + 1
-        if count % EVERY:
+        if count % EVERY and not known.collects:  # hooks, whose values are used, read what programs change
             return None
         return CallCheck(self, known, f"{name} (a {type(layer).__name__})", ubatches, device, dtypes)
 
@@ -144,21 +144,22 @@ class CallCheck:
         """See `RecomputeCheck.of_call`."""
         self._owner, self._known, self._name, self._device, self._dtypes = owner, known, name, device, dtypes
         self._turns = {0, ubatches - 1}
-        self._sums: dict[int, list[torch.Tensor]] = {}
+        self._sums: dict[int, list[torch.Tensor | None]] = {}
         """The number of a ubatch -> the sums of each output of its forward."""
         self._on_host_kernels = stream.runs_host_kernels(device)
 
     def forward(self, turn: int, outputs: Sequence[torch.Tensor]) -> None:
         """The forward of ubatch number `turn` gave these `outputs`, on the device."""
         if turn in self._turns:
-            self._sums[turn] = [_sums(out, self._device) for out in outputs if self._is_compared(out)]
+            self._sums[turn] = [_sums(out, self._device) if self._is_compared(out) else None for out in outputs]
 
     def recompute(self, turn: int, outputs: Sequence[torch.Tensor]) -> None:
-        """The recompute of ubatch number `turn` gave these `outputs`, as many as the forward."""
+        """The recompute of ubatch number `turn` gave these `outputs`: those of the forward, or the first ones of them,
+        if nobody asks for the gradients of the others."""
         if turn not in self._turns:
             return
         now = [out for out in outputs if self._is_compared(out)]
-        then = self._sums[turn]
+        then = [sums for sums in self._sums[turn][: len(outputs)] if sums is not None]
         if len(now) != len(then):  # another device or dtype
             differs = [torch.ones((), dtype=torch.bool, device=self._device)]
         else:

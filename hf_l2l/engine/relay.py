@@ -90,7 +90,7 @@ class _RelayNode(torch.autograd.Function):
                 outputs = relay.forward(call, sources, for_backward=True)
             ctx.graph, call.graph = call.graph, None
             ctx.has_changed_arguments = versions(given) != before
-        have_graph = [*(True for _ in outputs[: call.own]), *call.have_graph]
+        have_graph = [*(True for _ in outputs[: call.own]), *call.hooks.have_graph]
         ctx.mark_non_differentiable(
             *(
                 out

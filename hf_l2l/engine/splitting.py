@@ -58,7 +58,7 @@ class _Learned:
     inputs: BatchDims
     outputs: BatchDims
     collected: tuple[BatchDims | None, ...]
-    """Of each container into which hooks inside the layer put tensors; None for one that is not put together."""
+    """Of each tensor that hooks inside the layer collect; None for one that is not put together."""
 
 
 class Splitter:
@@ -295,20 +295,22 @@ def _compare(
 def _compare_collected(
     at_once: Trial, parts: Sequence[tuple[Ubatch, Trial]], rows: int
 ) -> tuple[BatchDims | None, ...]:
-    """The batch dimensions of what hooks have put into each container; None for one that is left as the hooks of each
-    ubatch write it: other values than tensors are there, or some that are not made of those of ubatches."""
+    """The batch dimension of each tensor that hooks have collected; None for one that is left as the hooks of each
+    ubatch write it: it is not made of the rows of ubatches, or is beside other values that differ."""
     if any(len(part.collected) != len(at_once.collected) for _, part in parts):
         return ()
-    found: list[BatchDims | None] = []
+    found: dict[int, BatchDims | None] = {}
     for number, whole in enumerate(at_once.collected):
         pieces = [(ubatch, part.collected[number]) for ubatch, part in parts]
-        try:
-            dims = _compare(whole.tensors, [(ubatch, each.tensors) for ubatch, each in pieces], rows)
-        except NoConsistentSplit:
-            found.append(None)
-            continue
-        found.append(dims if all(each.only_tensors for _, each in pieces) else None)
-    return tuple(found)
+        are_alike = all(each.is_like(whole) for _, each in pieces)
+        for place, tensor in enumerate(whole.tensors):
+            try:
+                dims = _compare([tensor], [(u, each.tensors[place : place + 1]) for u, each in pieces], rows)
+            except NoConsistentSplit:
+                dims = None
+            has_rows = dims is not None and (dims.dims[0] is not None or whole.weights[place])
+            found.setdefault(id(tensor), dims if has_rows and are_alike else None)
+    return tuple(found.values())
 
 
 def _refuse_batch_statistics(layer: nn.Module) -> None:

@@ -57,7 +57,7 @@ def forward_sweep(
     Raises:
         ValueError: `for_backward`, if the layer writes tensors into an argument that is an object.
     """
-    call.carried = None
+    call.hooks.begin()
     if for_backward:
         call.versions, call.rng = call.unit.versions(), []
     if for_backward and graph is None and not again:
@@ -83,7 +83,7 @@ def forward_sweep(
             with state.ubatch() if state is not None and not again else nullcontext():
                 outputs = call.execute(rows)
             if call.check is not None and for_backward and graph is None:
-                call.check.forward(turn, outputs[: call.own])
+                call.check.forward(turn, outputs)
             if graph is not None:
                 graph.ubatches.append((rows, outputs))
             if as_recomputed or graph is not None:
@@ -233,7 +233,7 @@ def backward_sweep(
     """
     state = call.state
     assert state is not None, "a call that is recomputed has had a forward"
-    own = len(gradients) - len(call.have_graph)
+    own = len(gradients) - len(call.hooks.have_graph)
     collecting = any(gradient is not None for gradient in gradients[own:])
     with (
         # The recompute must not change the random numbers that the program draws after backward.
@@ -253,7 +253,7 @@ def backward_sweep(
             returned = outputs[: call.own]
             call.check_number(returned, own, _SAME_OUTPUTS)
             if call.check is not None:
-                call.check.recompute(turn, returned)
+                call.check.recompute(turn, outputs if collecting else returned)
             if collecting:
                 call.check_number(outputs, len(gradients), _SAME_OUTPUTS)
                 _backward(call, outputs, gradients, ubatch, inputs.stash)

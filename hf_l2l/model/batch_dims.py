@@ -136,7 +136,7 @@ class Split:
     inputs: BatchDims
     outputs: BatchDims
     collected: tuple[BatchDims | None, ...] = ()
-    """Of each container into which hooks inside the layer put tensors; None for one that is not put together."""
+    """Of each tensor that hooks inside the layer collect; None for one that is not put together."""
 
     def input_rows(self, tensors: Sequence[torch.Tensor], ubatch: Ubatch) -> list[torch.Tensor]:
         """Views of the rows `ubatch` of the tensor arguments; those without rows as they are."""

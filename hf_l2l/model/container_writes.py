@@ -77,10 +77,12 @@ def contents_of(container: Any) -> Contents:
 
 
 def put(container: Any, contents: Contents) -> None:
-    """Give a container these contents; what it has already is not written again."""
+    """Give a container these contents, in this order; what it has already is not written again."""
     if isinstance(contents, dict):
         for key in [key for key in container if key not in contents]:
             del container[key]
+        if [*container] != [*contents][: len(container)]:  # the order is another one
+            container.clear()
         for key, value in contents.items():
             if key not in container or container[key] is not value:
                 container[key] = value
@@ -93,7 +95,7 @@ def difference(old: Contents, new: Contents) -> Contents | None:
     """The new contents, with `Same` for what was there; None if nothing has changed."""
     if isinstance(new, dict):
         assert isinstance(old, dict), "the same container as before"
-        if old.keys() == new.keys() and all(old[key] is new[key] for key in new):
+        if [*old] == [*new] and all(old[key] is new[key] for key in new):
             return None
         return {key: Same(key) if key in old and old[key] is value else value for key, value in new.items()}
     if len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)):

@@ -36,6 +36,8 @@ class Known:
     """Whether it draws random numbers that are not of torch's default generators."""
     buffers: dict[bool, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     """The buffers that it writes to."""
+    collects: bool = False
+    """Whether hooks inside the layer have put tensors into containers: see `hook_writes`."""
     calls: dict[Hashable, int] = field(default_factory=dict)
     """Kind of call -> how many of them have been made for a backward."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -151,6 +152,54 @@ def of_one_layer(net: Any) -> Any:
     return lambda: [features.pop()]
 
 
+def in_lists_that_stay(net: Any) -> Any:
+    """Made by the first call; of each, the last one is used."""
+    features = defaultdict(list)
+    for number, layer in enumerate(net.layers):
+        layer.a.register_forward_hook(lambda module, args, out, n=number: features[n, "a"].append(out))
+        layer.b.register_forward_hook(lambda module, args, out, n=number: features[n, "b"].append(out))
+    return lambda: [each[-1] for each in features.values()]
+
+
+class Log:
+    """Writes in some calls only."""
+
+    def __init__(self) -> None:
+        self.calls, self.norms = 0, []
+
+    def write(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls % 4 == 0:
+            self.norms.append(out.detach().norm())
+
+
+def beside_a_log(net: Any) -> Any:
+    """Which comes first, and writes in one micro-batch of several."""
+    for layer in net.layers:
+        layer.a.register_forward_hook(Log().write)
+    return in_a_list(net)
+
+
+def beside_other_values(net: Any) -> Any:
+    """Names, and a tensor in two places."""
+    features: list[Any] = []
+    by_name: dict[str, Any] = {}
+
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        by_name["last"] = out
+        features.append(("a", out, None))
+
+    net.layers[0].a.register_forward_hook(hook)
+
+    def taken() -> list[torch.Tensor]:
+        [(name, feature, _)] = features
+        assert name == "a" and feature is by_name["last"]
+        features.clear()
+        return [feature]
+
+    return taken
+
+
 def weights_of_the_layer(net: Any) -> Any:
     features: dict[int, torch.Tensor] = {}
     for number, layer in enumerate(net.layers):
@@ -192,6 +241,9 @@ COLLECTING = (
     all_that_a_module_returns,
     on_the_host,
     of_one_layer,
+    in_lists_that_stay,
+    beside_a_log,
+    beside_other_values,
     weights_of_the_layer,
 )
 
@@ -242,9 +294,49 @@ def once(net: Any) -> Any:
     return lambda: [features.pop()] if features else []
 
 
+def of_a_difference(net: Any) -> Any:
+    """Reads what it has left in the call before."""
+    features: dict[str, torch.Tensor] = {}
+
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        features["difference"] = out - features.get("last", 0.0)
+        features["last"] = out.detach()
+
+    net.layers[1].a.register_forward_hook(hook)
+    return lambda: [features["difference"]]
+
+
+def through_the_last_of_all(net: Any) -> Any:
+    """In the variables of a function around, and by the method of a list."""
+    total: Any = 0.0
+    features: list[torch.Tensor] = []
+
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        nonlocal total
+        total = total + out.square().mean()
+
+    net.layers[0].a.register_forward_hook(hook)
+    for layer in net.layers:
+        layer.b.register_forward_hook(partial(passes_on, features.append))
+
+    def taken() -> list[torch.Tensor]:
+        nonlocal total
+        found, total = [total, *features], 0.0
+        features.clear()
+        return found
+
+    return taken
+
+
+def passes_on(callback: Any, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+    callback(out)
+
+
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-@pytest.mark.parametrize("collecting", [once, of_each_other_call], ids=lambda each: each.__name__)
-def test_hooks_that_collect_in_some_calls(collecting, device):
+@pytest.mark.parametrize(
+    "collecting", [once, of_each_other_call, of_a_difference, through_the_last_of_all], ids=lambda each: each.__name__
+)
+def test_hooks_that_read_what_is_there(collecting, device):
     """The recompute finds what they have found in the forward."""
     expected = trained(collecting, None)
     losses, shapes, weights = trained(collecting, {"device": device})
@@ -373,6 +465,64 @@ def test_features_that_nobody_uses_may_be_others_in_the_recompute(device):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a layer must return the same number of tensors"):
         (loss + features[0].sum()).backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_hooks_that_compute_with_what_changes_before_the_backward_are_found(options, device):
+    """In each call: it need not be in the first one."""
+    net = made(Block)
+    attach_l2l(net, L2LConfig(device=device, **options))
+    target: dict[str, Any] = {"value": 0.0}
+    features: dict[str, torch.Tensor] = {}
+    net.layers[0].a.register_forward_hook(lambda module, args, out: features.update(f=out - target["value"]))
+    x = torch.randn(ROWS, 5, WIDTH)
+    for _ in range(2):
+        (net(x) + features.pop("f").square().mean()).backward()
+    loss = net(x) + features.pop("f").square().mean()
+    target["value"] = 1.0
+    with pytest.raises(RuntimeError, match="the recompute of a layer must give the outputs of its forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_hook_that_asks_for_a_gradient_has_it(device):
+    """As those do that show what a model has looked at."""
+    x = torch.randn(ROWS, 5, WIDTH)
+    gradients = []
+    for of in (None, device):
+        net = made(Block)
+        if of is not None:
+            attach_l2l(net, L2LConfig(device=of))
+        kept: dict[str, torch.Tensor] = {}
+
+        def hook(module: nn.Module, args: Any, out: torch.Tensor, kept: Any = kept) -> None:
+            if out.requires_grad:
+                out.retain_grad()
+            kept["out"] = out
+
+        net.layers[0].a.register_forward_hook(hook)
+        net(x).backward()
+        gradients.append(kept["out"].grad.cpu())
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_what_cannot_be_put_together_stays_as_it_is(options, device):
+    net = made(Block)
+    attach_l2l(net, L2LConfig(device=device, **options))
+    found: list[Any] = []
+    itself: dict[str, Any] = {}
+
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        itself.update(tensor=out, itself=itself)
+        found.append(out.detach().cpu().relu().to_sparse())
+
+    net.layers[0].a.register_forward_hook(hook)
+    with torch.no_grad():
+        net(torch.randn(ROWS, 5, WIDTH))
+    assert all(each.is_sparse for each in found) and sum(len(each) for each in found) == ROWS
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])

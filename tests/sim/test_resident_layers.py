@@ -173,15 +173,13 @@ def test_they_compute_while_the_first_streamed_layer_is_updated(monkeypatch):
 
     monkeypatch.setattr(updates, "carry_out", late)
     model, eps, optimizer, batch = toy_under("sim", "deferred", resident="shell", resident_layers=2)
+    model.blocks[1].up.register_forward_pre_hook(lambda *_: called.set())
     model(**batch).loss.backward()
-    called.set()
     optimizer.step()
-    for turn in range(2):
+    for _ in range(2):
         model(**batch).loss.backward()
         called.clear()
         optimizer.step()
-        if turn == 0:
-            model.blocks[1].up.register_forward_pre_hook(lambda *_: called.set())
     model(**batch)
     eps.synchronize()
     assert in_time == [True, True, True]
