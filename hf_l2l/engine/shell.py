@@ -198,6 +198,33 @@ class NonLayerWeights(DeviceWeights):
         self.uploads.settle()
 
 
+class _Owner:
+    """The shell and the unit to which the leaves of one call belong. What the program keeps of a graph that has run
+    backward must not keep the engine, and with it the model: then these are there as long as others have them."""
+
+    def __init__(self, shell: Shell, unit: MasterUnit) -> None:
+        self._held: tuple[Shell, MasterUnit] | None = (shell, unit)
+        self._shell, self._unit = weakref.ref(shell), weakref.ref(unit)
+
+    def get(self) -> tuple[Shell, MasterUnit]:
+        """Both of them."""
+        shell, unit = self._shell(), self._unit()
+        if shell is None or unit is None:
+            raise RuntimeError(
+                "a backward must run before its model is gone (got a second one through a graph whose model has been "
+                "deleted, or detached); run it earlier"
+            )
+        return shell, unit
+
+    def let_go(self) -> None:
+        """A backward has ended that has freed its graph."""
+        self._held = None
+
+    def note_spent(self, leaf: torch.Tensor) -> None:
+        """See `Shell.note_spent`."""
+        self.get()[0].note_spent(leaf)
+
+
 class Shell:
     """Runs the program's calls of a model with the weights of the non-layer modules on the device.
 
@@ -230,6 +257,8 @@ class Shell:
         self.computes_again: str | None = None
         """The name of the layer that a backward computes again now, if it does."""
         self._spent: list[weakref.ref[torch.Tensor]] = []
+        self._sent: list[_Owner] = []
+        """Of the backward that runs, once for each gradient."""
         """Device copies of weights that have got their gradients in the backward that runs, which frees its graph."""
         eps.backwards.call(at_end=self._free_spent, at_failure=self._keep_spent)
 
@@ -415,7 +444,8 @@ class Shell:
         masters = self.eps.masters
         # A layer that the program calls itself has no non-layer modules; the relay uploads it.
         unit = masters.non_layer_unit(module)
-        copies, requires_grad, on_gradient = self.eps.copies, torch.is_grad_enabled(), self._sender(unit)
+        owner = _Owner(self, unit)
+        copies, requires_grad, on_gradient = self.eps.copies, torch.is_grad_enabled(), self._sender(owner)
         if requires_grad:
             self.eps.expect(unit)
         if self.lane.is_stream and not stream.shares_host_memory(self.device):
@@ -427,12 +457,13 @@ class Shell:
                 keeps,
                 requires_grad=requires_grad,
                 on_gradient=on_gradient,
-                on_last_use=self._note_spent,
+                on_last_use=owner.note_spent,
             )
         with stream.span(self.device, "upload", NON_LAYER):
             return uploaded(unit, self.device, copies, requires_grad=requires_grad, on_gradient=on_gradient)
 
-    def _note_spent(self, leaf: torch.Tensor) -> None:
+    def note_spent(self, leaf: torch.Tensor) -> None:
+        """A leaf of a backward has got its gradient."""
         if not graph_is_retained() and self._call is None:  # a call that runs may use it once more
             self._spent.append(weakref.ref(leaf))
 
@@ -444,6 +475,9 @@ class Shell:
         need theirs. Another part of the graph that has saved one, and has not run backward yet, gets torch's error
         about a tensor that was changed in place.
         """
+        for owner in self._sent:
+            owner.let_go()
+        self._sent.clear()
         spent, self._spent[:] = list(self._spent), []
         with torch.inference_mode(False), torch.no_grad(), without_interception():
             for reference in spent:
@@ -454,10 +488,15 @@ class Shell:
     def _keep_spent(self) -> None:
         """The backward has failed, and the program may run parts of its graph again."""
         self._spent.clear()
+        self._sent.clear()
 
-    def _sender(self, unit: MasterUnit) -> OnGradient:
+    @staticmethod
+    def _sender(owner: _Owner) -> OnGradient:
         def send(number: int, leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
+            shell, unit = owner.get()
+            if not graph_is_retained():
+                shell._sent.append(owner)
             master = unit.masters[number]
             with without_interception():
                 trains = master.parameter.requires_grad
@@ -471,6 +510,6 @@ class Shell:
                     f"of torch, so that it is uploaded first (got a gradient of {master.name}, which was used in "
                     "another way); call its module, or train this model without L2L"
                 )
-            self.eps.receive_in_hook(master, gradient.to(master.dtype))
+            shell.eps.receive_in_hook(master, gradient.to(master.dtype))
 
         return send

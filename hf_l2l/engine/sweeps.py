@@ -20,6 +20,7 @@ from hf_l2l.model.layer_state import LayerState
 from hf_l2l.rows.host_rows import HostRows, host_of
 from hf_l2l.runtime import compute_state, stream, wait_reasons
 from hf_l2l.runtime.observer import NON_LAYER, Rows
+from hf_l2l.runtime.tensors import with_own_version
 from hf_l2l.stash.boundary import FOR_THE_MODEL
 from hf_l2l.stash.stash import Stash
 
@@ -87,7 +88,7 @@ def forward_sweep(
             if graph is not None:
                 graph.ubatches.append((rows, outputs))
             if as_recomputed or graph is not None:
-                outputs = [out.detach() for out in outputs]
+                outputs = [_without_graph(out) for out in outputs]
             if before is not None:
                 call.rng.append(before if compute_state.get_rng_state(call.device) != before else None)
             if ubatch is None or call.split is None:
@@ -98,6 +99,13 @@ def forward_sweep(
     if state is not None and not again:
         state.end_forward()
     return joined.tensors
+
+
+def _without_graph(out: torch.Tensor) -> torch.Tensor:
+    """The same memory without a graph. What is made of a view by `detach()` keeps the base of the view, whose graph
+    has the weights, and hooks of the engine."""
+    out = out.detach()
+    return with_own_version(out.resolve_conj().resolve_neg()) if out._is_view() else out
 
 
 def _in_dead_end(tensor: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,13 @@ def in_global_variables(net: Any) -> Any:
 
     for layer in net.layers:
         layer.a.register_forward_hook(hook)
-    return lambda: [LAST, *(FEATURES.pop() for _ in range(3))]
+
+    def taken() -> list[torch.Tensor]:
+        global LAST
+        last, LAST = LAST, None  # it would have the model until the next test
+        return [last, *(FEATURES.pop() for _ in range(3))]
+
+    return taken
 
 
 def all_that_a_module_returns(net: Any) -> Any:
@@ -406,6 +412,7 @@ def test_numbers_of_a_micro_batch_stay_as_hooks_write_them(device):
     assert (len(sums), len(features)) == (3, 1)
     with pytest.raises(RuntimeError, match="a backward must go through the outputs of a layer"):
         (loss + sum(sums)).backward()
+    features.clear()  # the graph that was retained has the model, which has the hook
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -465,6 +472,7 @@ def test_features_that_nobody_uses_may_be_others_in_the_recompute(device):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a layer must return the same number of tensors"):
         (loss + features[0].sum()).backward()
+    features.clear()
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -565,6 +573,7 @@ def test_a_layer_that_uses_what_a_hook_has_collected_of_another_one_is_refused()
         RuntimeError, match="must get what needs a gradient as an argument.*another layer has computed"
     ):
         net(torch.ones(ROWS, 5, WIDTH)).backward()
+    features.clear()
 
 
 def copying_in_the_background(net: Any) -> Any:
@@ -589,3 +598,19 @@ def test_copies_that_a_hook_has_begun_are_waited_for(monkeypatch):
         trained(copying_in_the_background, options)
     assert wait_reasons.COLLECTED_DOWNLOADED in found
     land_the_rest()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("where", ["on a layer", "inside a layer"])
+def test_features_of_a_step_that_is_over_do_not_keep_the_model(where, device):
+    """They are in the closure of a hook of the model: together with a graph that has it, they would stay for good."""
+    net = made(Block)
+    features: dict[str, torch.Tensor] = {}
+    module = net.layers[1] if where == "on a layer" else net.layers[1].a
+    module.register_forward_hook(lambda module, args, out, features=features: features.update(out=out))
+    eps = attach_l2l(net, L2LConfig(device=device))
+    (net(torch.ones(ROWS, 5, WIDTH)) + features["out"].sum()).backward()
+    seen = weakref.ref(net), weakref.ref(eps)
+    del net, eps, module, features
+    gc.collect()
+    assert [each() for each in seen] == [None, None]

@@ -518,12 +518,12 @@ class FetchLog:
             self.entries.append(("fetch", layer, kept.storage_offset() // kept.stride(0)))
             start(stash, fetched)
 
-        def executed(call: LayerCall, tensors: list[torch.Tensor], **more: Any) -> Any:
+        def executed(call: LayerCall, tensors: list[torch.Tensor], *turn: Any) -> Any:
             if torch.is_grad_enabled():
                 layer = layers.index(call.layer)
                 turns[layer] = turns.get(layer, -1) + 1
                 self.entries.append(("compute", layer, call.ubatches[turns[layer]][0]))
-            return execute(call, tensors, **more)
+            return execute(call, tensors, *turn)
 
         monkeypatch.setattr(LayerCall, "remember", remembered)
         monkeypatch.setattr(Stash, "_begin", begun)
