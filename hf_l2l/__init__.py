@@ -6,6 +6,9 @@ for any other training loop.
 
 from __future__ import annotations
 
+import sys
+import warnings
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
@@ -14,18 +17,34 @@ from packaging.version import Version as _Version
 
 from hf_l2l.version import __version__ as __version__
 
-_SUPPORTED = {"torch": ("2.11", "2.14"), "transformers": ("5.17", "5.24")}
+_TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
+"""The lowest version of each package that works, and the highest one that was tested."""
+_TESTED_PYTHON = (3, 13)
 
 
-def _check_versions(supported: dict[str, tuple[str, str]]) -> None:
-    """Raise ImportError if an installed package is outside its supported range (lowest included, end excluded)."""
-    for package, (lowest, end) in supported.items():
+def _check_versions(tested: dict[str, tuple[str, str]], python: tuple[int, ...] = sys.version_info[:2]) -> None:
+    """Raise ImportError if an installed package is too old, and warn once of what is newer than what was tested."""
+    newer = []
+    for package, (lowest, highest) in tested.items():
         found = _Version(_version(package))
-        if not _Version(lowest) <= found < _Version(end):
+        if found < _Version(lowest):
             raise ImportError(
-                f"hf_l2l {__version__} needs {package} of at least {lowest} and below {end} (found {found}); install "
-                f"one with: pip install '{package}>={lowest},<{end}'"
+                f"hf_l2l {__version__} needs {package} {lowest} or newer (found {found}); install one with: "
+                f"pip install '{package}>={lowest}'"
             )
+        if found.release[:2] > _Version(highest).release:
+            newer.append(f"{package} {found} (tested: {lowest} to {highest})")
+    if python > _TESTED_PYTHON:
+        newer.append(f"Python {'.'.join(map(str, python))} (tested: 3.11 to {'.'.join(map(str, _TESTED_PYTHON))})")
+    _warn_once(", ".join(newer))
+
+
+@cache
+def _warn_once(newer: str) -> None:
+    if newer:
+        warnings.warn(
+            f"hf_l2l {__version__} has not been tested with {newer}; if something fails, try these", stacklevel=4
+        )
 
 
 if TYPE_CHECKING:
@@ -95,7 +114,7 @@ need not wait for its import, and the commands `hf-l2l --help` and `hf-l2l env` 
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
-        _check_versions(_SUPPORTED)  # an unsupported torch is to be refused before it is used
+        _check_versions(_TESTED)  # a torch that is too old is to be refused before it is used
         globals()[name] = found = getattr(import_module(f"hf_l2l.{_PLACES[name]}"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,8 +45,8 @@ def test_packages_that_are_not_installed(monkeypatch, capsys):
 
 def test_versions_that_are_not_supported(monkeypatch, capsys):
     """Other commands refuse them."""
-    monkeypatch.setattr(hf_l2l, "_SUPPORTED", {"torch": ("98", "99")})
-    assert "needs torch of at least 98 and below 99" in ran(capsys, "env", "--json").json["unsupported"]
+    monkeypatch.setattr(hf_l2l, "_TESTED", {"torch": ("98", "99")})
+    assert "needs torch 98 or newer" in ran(capsys, "env", "--json").json["unsupported"]
     assert "unsupported:\n  hf_l2l" in ran(capsys, "env").out
 
 
