@@ -42,7 +42,7 @@ def _nothing_of_other_modules() -> Iterator[None]:
     yield
 
 
-LOGGERS = [logging.getLogger(name) for name in ("transformers", "transformers.hf_l2l", "hf_l2l")]
+LOGGERS = [logging.getLogger(name) for name in ("transformers", "hf_l2l")]
 """Those whose levels the script, the command line, and `log_level` of a Trainer's arguments set."""
 
 

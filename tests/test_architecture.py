@@ -19,6 +19,7 @@ PACKAGE = ROOT / "hf_l2l"
 
 TORCH, HF = {"torch"}, {"torch", "accelerate", "transformers"}
 FLOORS: dict[str, set[str]] = {
+    "log": set(),
     "compat": TORCH,
     "runtime": TORCH,
     "devices": TORCH,

@@ -48,7 +48,10 @@ def disagreement(step: Step, batches: Sequence[Batch], merged: Merged, items: An
     if not all(bool(numbers.isfinite().all()) for numbers in (total, found, norms, differences)):
         return None  # as a first step in fp16, whose loss scale is still too large
     if abs(float(total - found)) > tolerance * abs(float(total)):
-        return f"its loss would be {float(found):.6g} for all rows at once, and is {float(total):.6g} batch by batch"
+        return (
+            f"the loss of all rows at once is {float(found):.6g}, and that of the batches one by one is "
+            f"{float(total):.6g} (transformers adds losses that are means of their batches, and does not average them)"
+        )
     # A gradient that is zero but for rounding (of the bias of keys, for example) is compared with all of them.
     excess = differences - tolerance * (norms + 0.01 * norms.norm())
     if norms.numel() and bool(excess.max() > 0):

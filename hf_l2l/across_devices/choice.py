@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,13 +9,12 @@ import torch
 from torch import distributed
 
 from hf_l2l.across_devices.sums import DeviceSums, Gradients, cuts
+from hf_l2l.log import tell
 from hf_l2l.option_names import option
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import ALIGNMENT
 from hf_l2l.runtime.tensors import size_text
-
-logger = logging.getLogger("hf_l2l")
 
 _MOST_TRIED = 64 * 2**20  # bytes of gradients of each rank; enough that what a call takes does not count
 _TRIES = 3
@@ -68,7 +66,7 @@ class Reduction:
             sums.close()
             self._sums = None
         if self._team.rank == 0:
-            logger.info(
+            tell(
                 "Ranks add gradients %s: %s of each take %.3g ms on the devices and %.3g ms on the host (%s).",
                 "on the host" if self._sums is None else "on the devices",
                 size_text(num_bytes),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_l2l.config import L2LConfig
+from hf_l2l.log import logger
 from hf_l2l.option_names import option
 from hf_l2l.plan.planner import CHOSEN, Plan
-
-logger = logging.getLogger("hf_l2l")
 
 PLAN_FILE = "l2l_plan.json"
 _WITHOUT_EFFECT = ("device", "trace", "spill_dir", "num_threads", "state_tier", "state_dir", "state_window")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,12 +18,10 @@ from hf_l2l.budget.saved import save_plan, saved_choice
 from hf_l2l.budget.within import budget_bytes, plan_within
 from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device
+from hf_l2l.log import logger, tell
 from hf_l2l.option_names import option
 from hf_l2l.plan.planner import Plan
 from hf_l2l.shapes.losses import Untraceable, told_failures
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.getLogger("transformers.hf_l2l")
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class TrainerPlan:
     def start(self, folding: Folding, reason: str | None, warn: Callable[[str], None]) -> None:
         """Begin to run accumulated batches as one; `reason` is why not, apart from a plan, and is told with `warn`."""
         planned = self.why_one_by_one()
-        folding.start(reason or planned, logger.info if reason is None and planned else warn)
+        folding.start(reason or planned, tell if reason is None and planned else warn)
 
     def make(self, trainer: Any, purpose: Purpose | None, checkpoint: str | None) -> None:
         """Plan for a training that begins, or is resumed from `checkpoint`. The model must not be attached.
@@ -170,7 +167,7 @@ def _planned(
             f"{name} plans for a training whose batches are known (got {asked!r}, and no plan can be made: {reason}); "
             "set 'off', and the options themselves"
         )
-    logger.info(f"no options are chosen for the memory of the device: {reason}")
+    tell(f"no options are chosen for the memory of the device: {reason}")
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from hf_l2l.compat import with_gradient_hooks
 from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parse_size
 from hf_l2l.devices import execution_devices
+from hf_l2l.log import logger
 from hf_l2l.model.residency import LayerPlace, parameters_to_move
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.optim.layerwise_check import why_not_layer_local
@@ -34,8 +34,6 @@ from hf_l2l.ranks.team import process_group_size, processes_of_this_host
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.shapes.losses import told_failures
-
-logger = logging.getLogger("hf_l2l")
 
 AUTO_SHARE = 0.9
 """The share of the device's memory that "auto" is; the rest is for the context, fragments and other programs."""

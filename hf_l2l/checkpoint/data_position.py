@@ -21,7 +21,6 @@ live longer than an epoch, and draws that depend on those of the training. A che
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +32,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_l2l.log import logger
 from hf_l2l.runtime.compute_state import ProgramRng
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.getLogger("transformers.hf_l2l")
 
 
 def position_file(rank: int | None) -> str:

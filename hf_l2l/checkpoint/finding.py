@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 
 from torch import distributed
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.utils import logging
 
 from hf_l2l.checkpoint.form import check_form
 from hf_l2l.checkpoint.manifest import (
@@ -25,10 +24,8 @@ from hf_l2l.checkpoint.manifest import (
     read_manifest,
 )
 from hf_l2l.checkpoint.staging import remove, remove_interrupted
+from hf_l2l.log import logger
 from hf_l2l.ranks.team import process_group_size
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.get_logger("transformers.hf_l2l")
 
 STATE = "trainer_state.json"
 """The file that transformers' Trainer writes last."""

@@ -11,14 +11,11 @@ import torch
 from accelerate import skip_first_batches
 from torch import distributed
 from transformers.trainer_utils import has_length
-from transformers.utils import logging
 
 from hf_l2l.checkpoint.data_position import BatchFeed, DataPosition, position_file, saved_position
+from hf_l2l.log import logger
 from hf_l2l.ranks.team import process_group_size
 from hf_l2l.runtime import compute_state, stream
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.get_logger("transformers.hf_l2l")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _NextTrainer

@@ -8,7 +8,6 @@ streams that belong to neither, and every tensor that they are given or return i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,14 +19,13 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.device.slots import GradientSlots, WeightSlots
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.log import logger, tell
 from hf_l2l.logits.places import FIRST, OtherPlace, Place
 from hf_l2l.rows.host_rows import HostRows, host_of
 from hf_l2l.runtime import compute_state, stream, wait_reasons
 from hf_l2l.stash.stash import Stash
 from hf_l2l.stash.tiers import Tiers
 from hf_l2l.stash.transit import Transit
-
-logger = logging.getLogger("hf_l2l")
 
 Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Views of a tensor with the rows of each micro-batch."""
@@ -245,7 +243,7 @@ def layer_devices(
         way = "directly"
         for source, target in sorted(transit.indirect, key=str)[:1]:
             way = f"through memory of the host, since {target} cannot read that of {source}, or reads it wrongly"
-        logger.info("layers run on %s in turn; rows pass between them %s", ", ".join(map(str, devices)), way)
+        tell("layers run on %s in turn; rows pass between them %s", ", ".join(map(str, devices)), way)
     outside = Stash(tiers, devices[0], transit)
     stashes = [Stash(tiers, device, transit) for device in devices] if len(devices) > 1 else [outside]
     uploads = [upload, *(stream.Lane(device, upload.row, beside=config.prefetch) for device in devices[1:])]
@@ -274,6 +272,6 @@ def head_places(devices: Sequence[LayerDevice], config: L2LConfig) -> tuple[Plac
     if len(devices) == 1 or config.head_device == "first":
         return (FIRST,)
     if first.transit.indirect:
-        logger.info("logits are computed on %s alone, since devices cannot read each other's memory", first.device)
+        tell("logits are computed on %s alone, since devices cannot read each other's memory", first.device)
         return (FIRST,)
     return tuple(each.head_place() for each in devices)

@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_l2l.glue.said.typed import as_flags
+from hf_l2l.log import logger as of_package
 from hf_l2l.plan.planner import BudgetError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -34,9 +35,10 @@ def is_compared() -> bool:
 
 
 def set_up_logging() -> None:
-    """Show what the script and the trainer say at INFO level; all other loggers stay as they are."""
-    for name in (logger.name, "transformers.hf_l2l"):  # the trainer says what is run layer to layer
-        logging.getLogger(name).setLevel(logging.INFO)
+    """Show what the script says at INFO level, and all that the trainer says of what it runs layer to layer; other
+    loggers stay as they are."""
+    logger.setLevel(logging.INFO)
+    of_package.setLevel(logging.DEBUG)
     if not logger.hasHandlers():  # a program that calls main() may have its own
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))

@@ -6,7 +6,6 @@ by that of the engine. Everything else about the model stays unchanged.
 
 from __future__ import annotations
 
-import logging
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +45,7 @@ from hf_l2l.hf.preparation import (
     with_devices,
     with_progress_bar,
 )
+from hf_l2l.log import logger, tell
 from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
 from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
@@ -63,7 +63,6 @@ from hf_l2l.stash.tiers import Tiers, spill_file
 from hf_l2l.state_tier.server import check_state_tier, eps_of
 
 _ATTRIBUTE = "_l2l"
-logger = logging.getLogger("hf_l2l")
 
 
 @dataclass
@@ -102,7 +101,7 @@ class Attachment:
         known = (self.config, self.asked or self.config)
         return with_devices(config) in [with_devices(each) for each in known]
 
-    def watch(self, plan: Plan, tell: Callable[[str], None] = logger.info) -> None:
+    def watch(self, plan: Plan, tell: Callable[[str], None] = tell) -> None:
         """Tell what was planned, and later what was measured of it."""
         watch = self.watched = PlanWatch(plan, self.eps.memory_report, tell)
         self.plan = plan

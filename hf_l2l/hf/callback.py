@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +15,10 @@ from hf_l2l.devices import execution_device
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.preparation import config_of, is_placed, refuse_several_devices
 from hf_l2l.hf.training_args import refuse_for_layers
+from hf_l2l.log import tell
 from hf_l2l.model.precision import computing_dtype
 from hf_l2l.option_names import option
 from hf_l2l.runtime import stream
-
-logger = logging.getLogger("hf_l2l")
 
 
 class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
@@ -52,7 +50,7 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         _check(args, model)
         self._refuse_budget(args, model)
         if attachment_of(model) is None and is_placed(model, args.device):
-            logger.info("the Trainer has put the model on %s; it moves to the host", args.device)
+            tell("the Trainer has put the model on %s; it moves to the host", args.device)
             model.to(stream.HOST)
         _refuse_skipped_steps(self.config, computing_dtype(self.config.cmp, self._device(args)))
         config = replace(self.config, device=args.device) if self.config.device is None else self.config

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
 
 from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles, WithoutState
@@ -39,15 +38,13 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
+from hf_l2l.log import logger
 from hf_l2l.model.precision import copy_as
 from hf_l2l.rank_saves.background import BackgroundSaveOfRanks, begun_in_background
 from hf_l2l.rank_saves.together import JoinedStaging, saved_together
 from hf_l2l.ranks.team import of_rank_0
 from hf_l2l.realtime.put_off import PutOffSave
 from hf_l2l.shared_eps.server import SharedEagerParamServer
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.get_logger("transformers.hf_l2l")
 
 _About = tuple[int, str, dict[str, Any]]
 """What `write_manifest` is told of a checkpoint: its step, its training, and what it was saved with."""

@@ -21,7 +21,7 @@ from transformers.optimization import AdafactorSchedule
 from hf_l2l.compat import is_compiled
 from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parsed_devices
-from hf_l2l.devices import execution_devices
+from hf_l2l.devices import execution_device, execution_devices
 from hf_l2l.hf.hooks import L2LHook
 from hf_l2l.loading import give_memory, is_without_values
 from hf_l2l.model.quantized import refuse_quantized
@@ -334,15 +334,21 @@ def devices_of(args: Any, asked: Any) -> list[torch.device]:
     return execution_devices([torch.device(first.type, index) for index in indexes])
 
 
+def weights_travel(config: L2LConfig) -> bool:
+    """Whether layers compute on a device that their weights have to be copied to."""
+    return config.resident != "all" and not stream.shares_host_memory(execution_device(config.device))
+
+
 def warn_of_accumulation(args: Any, config: L2LConfig, reason: str) -> None:
-    """Warn if training arguments accumulate gradients over several batches, which run one by one for this reason."""
+    """Warn if training arguments accumulate gradients over several batches, which run one by one for this reason, and
+    weights travel for each of them."""
     batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if steps == 1 or config.resident == "all":  # then nothing travels
+    if steps == 1 or not weights_travel(config):
         return
     warnings.warn(
         f"batch {batch} x accumulation {steps} moves the weights {2 * steps} times per step: {reason}. "
         f"per_device_train_batch_size={batch * steps}, ubatch_size={config.ubatch_size or batch}, "
-        "gradient_accumulation_steps=1 moves them twice, with one loss of all rows",
+        "gradient_accumulation_steps=1 moves them twice, and trains with the loss of all rows at once",
         stacklevel=stacklevel_of_the_caller(),
     )
 

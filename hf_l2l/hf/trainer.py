@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer
-from transformers.utils import logging
 
 from hf_l2l.accumulation.conditions import why_not_folded
 from hf_l2l.accumulation.folding import Folding
@@ -52,6 +51,7 @@ from hf_l2l.hf.training_args import (
     refuse_for_layers,
     refuse_mixin_after,
 )
+from hf_l2l.log import details_are_shown, logger, tell
 from hf_l2l.logits.heads import loss_alone
 from hf_l2l.memory.host_remedies import check_training_fits
 from hf_l2l.memory.memory_estimate import estimate
@@ -62,13 +62,11 @@ from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.realtime.trainer_part import RealtimeMixin
-from hf_l2l.report.log_entries import TokenCount, log_entries
+from hf_l2l.report.log_entries import TokenCount, log_entries, shown
 from hf_l2l.report.pictures.trainer_part import PlotMixin
-from hf_l2l.report.summary import summary
+from hf_l2l.report.summary import first_line, summary
+from hf_l2l.runtime import stream
 from hf_l2l.shared_eps.server import ranks_text
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.get_logger("transformers.hf_l2l")
 
 
 class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixin, AsOneDeviceMixin):
@@ -167,7 +165,7 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
         if made is not None and made is not attached:
             made.asked, made.trainer = asked, weakref.ref(self)
             if self._l2l_plan.plan is not None:
-                made.watch(self._l2l_plan.plan, logger.info)
+                made.watch(self._l2l_plan.plan, tell)
         return eps
 
     @options_of_the_trainer()
@@ -210,7 +208,7 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
 
     def _attach_anew(self, attached: Attachment) -> EagerParamServer | None:
         """Attach again a model whose layers a callback has added, dropped or replaced; optimizer state stays."""
-        logger.info(f"layers at {attached.changed_stack()!r} have changed: the model is attached again")
+        tell(f"layers at {attached.changed_stack()!r} have changed: the model is attached again")
         scale = attached.eps.loss_scale
         detach_l2l(self.model, with_companions=False)
         self._l2l_plan.make_again(self)
@@ -220,13 +218,18 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
             if scale is not None and eps.loss_scale is not None:
                 eps.loss_scale.load_state_dict(scale.state_dict())
                 self.accelerator.scaler = eps.scaler
-            if self._logs_times:
-                eps.timeline.watch()
+            eps.timeline.watch()
         return eps
 
-    @property
-    def _logs_times(self) -> bool:
-        return bool(own_option(self.args, "l2l_log_times"))
+    def _say_what_runs(self, eps: EagerParamServer) -> None:
+        """One line for each training, and the summary for those who have asked for details."""
+        if not self.is_world_process_zero():
+            return
+        config, plan = self._l2l_config(), self._l2l_plan.plan
+        need = estimate(self.model, config, unwrapped(self.optimizer))
+        logger.info(first_line(self.model, config, need, None if plan is None else plan.peak_bytes))
+        if details_are_shown():
+            tell(summary(self.model, config, need, ranks_text(eps)))
 
     @property
     def eps(self) -> EagerParamServer | None:
@@ -300,11 +303,9 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
             eps.wrap(self.optimizer)  # again: a subclass may create its own in `create_optimizer`
             warn = partial(warn_of_accumulation, self.args, self._l2l_config())
             self._l2l_plan.start(self._folding, why_not_folded(self, self._asked_config()), warn)
-            if self._logs_times:
-                eps.timeline.watch()
+            eps.timeline.watch()
             self._tokens.restart()  # drop those of an interrupted training
-            if logger.isEnabledFor(logging.INFO):  # building it tries the optimizer
-                logger.info(self.l2l_summary())
+            self._say_what_runs(eps)
         return prepared
 
     def _lamb(self) -> tuple[Any, dict[str, Any]] | None:
@@ -390,16 +391,20 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Overridden to log with each training loss stall times per step since the last one, and the device's peak.
+        """Overridden to log with each training loss what the steps since the last one took of the machine.
 
-        Callbacks get them, and the file of the run. The state does not, since it is the same for equal runs."""
+        Callbacks get that, and the file of the run, which has all that was measured. The state does not, since it is
+        the same for equal runs."""
         attached = attachment_of(self.model)
-        timed = attached if "loss" in logs and self._logs_times else None
-        entries = {} if timed is None else log_entries(timed.eps.timeline, self._tokens.count)
-        if entries:
-            logs.update(entries)
+        timeline = attached.eps.timeline if attached is not None and "loss" in logs else None
+        measured = {} if timeline is None else log_entries(timeline, self._tokens.count)
+        entries: dict[str, Any] = {}
+        if timeline is not None and measured:
+            on_device = not stream.shares_host_memory(timeline.device)
+            all_times = bool(own_option(self.args, "l2l_log_times"))
+            logs.update(entries := shown(measured, on_device=on_device, all_times=all_times))
             self._tokens.restart()
-            self._keep_row({"step": self.state.global_step, **entries})
+            self._keep_row({"step": self.state.global_step, **measured})
         scale = attached.eps.loss_scale if attached is not None else None
         if "loss" in logs and scale is not None:
             if scale.is_dynamic:

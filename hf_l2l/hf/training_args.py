@@ -194,12 +194,13 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
     l2l_noise_scale: bool = noise_scale_field()
     l2l_noise_scale_every: str = noise_scale_every_field()
     l2l_log_times: bool = field(
-        default=True,
+        default=False,
         metadata={
-            "help": "Log what steps take and wait for, tokens per second, and the peak of the device (`l2l_step_s`, "
-            "`l2l_wait_*_s`, `l2l_bound`, `l2l_tokens_per_s`, `device_peak_bytes`), and write them into "
-            "`l2l_run.jsonl` in `output_dir`, with what the run was, and its memory by name. Of several ranks, the "
-            "tokens are those of all of them, and the rest is that of rank 0. Nothing of that is in "
+            "help": "Log what a step takes and waits for (`l2l_step_s`, `l2l_wait_*_s`, `l2l_bound`). Without it, "
+            "logs have tokens per second, the peak of the device, and the share of a step in which the device waited "
+            "for the link, the host or a disk (`l2l_tokens_per_s`, `l2l_device_peak_gib`, `l2l_exposed`). All of it "
+            "is in `l2l_run.jsonl` in `output_dir`, with what the run was, and its memory by name. Of several ranks, "
+            "the tokens are those of all of them, and the rest is that of rank 0. Nothing of that is in "
             "`trainer_state.json`."
         },
     )
@@ -282,8 +283,7 @@ def refuse_conflicts(args: TrainingArguments) -> None:
     log_times = own_option(args, "l2l_log_times")
     if not isinstance(log_times, bool):
         raise ValueError(
-            f"l2l_log_times must be True or False (got {log_times!r}); False leaves times out of the logs, and "
-            "writes no l2l_run.jsonl"
+            f"l2l_log_times must be True or False (got {log_times!r}); True has what steps wait for in the logs, too"
         )
     if own_option(args, "eps_update") == "eager" and args.max_grad_norm and args.max_grad_norm > 0:
         raise ValueError(

@@ -6,7 +6,6 @@ use makes the values first, with the graph that they would have had, and goes on
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,11 +15,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import without_interception, wrapper_tensor
+from hf_l2l.log import logger
 from hf_l2l.logits.chunks import Head, Step, rows_per_chunk
 from hf_l2l.runtime.compute_state import AutocastState
 from hf_l2l.runtime.tensors import size_text
-
-logger = logging.getLogger("hf_l2l")
 
 Handler = Callable[..., Any]
 """Computes a function of torch without the values; returns NotImplemented if it cannot."""

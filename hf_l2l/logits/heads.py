@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,14 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hf_l2l.log import logger
 from hf_l2l.logits import recorded  # noqa: F401  # it registers what can be done with deferred logits
 from hf_l2l.logits.chunks import Head, rows_per_chunk
 from hf_l2l.logits.deferred import Deferred, DeferredLogits
 from hf_l2l.logits.places import FIRST, Place
 from hf_l2l.runtime.compute_state import AutocastState
 from hf_l2l.runtime.tensors import is_quantized, size_text
-
-logger = logging.getLogger("hf_l2l")
 
 _loss_alone: ContextVar[bool] = ContextVar("_loss_alone", default=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -12,9 +11,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_callback import ExportableState
 
 from hf_l2l.checkpoint.data_position import length_of
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.getLogger("transformers.hf_l2l")
+from hf_l2l.log import tell
 
 LOOKS_EVERY = 16
 """Steps from one look at the critical batch to the next."""
@@ -181,7 +178,7 @@ class L2LBatchGrowth(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         factor = _RULES[self.learning_rate]
         if factor != 1.0:
             _scale_rates(factor, optimizer, lr_scheduler)
-        logger.info(
+        tell(
             f"from step {state.global_step + 1} on, a step has {self.rows_of_step(args, state):,} rows, since the "
             f"critical batch has grown (gradient_accumulation_steps={self.now}); the training ends with step "
             f"{state.max_steps}"

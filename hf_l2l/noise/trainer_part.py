@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.utils import logging
 
 from hf_l2l.accumulation.conditions import own_method
 from hf_l2l.accumulation.step import Step
@@ -20,6 +19,7 @@ from hf_l2l.device.ubatch_norms import UbatchNorms
 from hf_l2l.devices import execution_devices
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import total_norm
+from hf_l2l.log import logger
 from hf_l2l.noise.across_rows import is_sum_over_rows
 from hf_l2l.noise.estimate import Measured, NoiseScale, together
 from hf_l2l.noise.growth import LOOKS_EVERY, L2LBatchGrowth
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 else:
     _NextTrainer = object  # the trainer that the mixin is combined with comes after it
 
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.get_logger("transformers.hf_l2l")
 
 _MOST_PENDING = 64
 """Steps whose norms wait on the device until they are read: what a rank tells of so many fits into one message."""

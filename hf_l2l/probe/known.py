@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import tempfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from hf_l2l.log import logger, tell
 from hf_l2l.probe.figures import REMEDY, HardwareFigures
 from hf_l2l.probe.rates import device_name, probe
 from hf_l2l.runtime import compute_state
@@ -17,8 +17,6 @@ from hf_l2l.runtime.worker import usable_cores
 
 VARIABLE = "HF_L2L_FIGURES"
 """Environment variable: a file with the figures of the machine, which is read and not measured."""
-
-logger = logging.getLogger("hf_l2l")
 
 
 def known_figures(device: torch.device) -> HardwareFigures:
@@ -37,7 +35,7 @@ def known_figures(device: torch.device) -> HardwareFigures:
             return _read(file)
         except ValueError as error:
             logger.warning("the figures of this machine are measured again: %s", error)
-    logger.info("the figures of this machine are measured, and kept in %s", file)
+    tell("the figures of this machine are measured, and kept in %s", file)
     with compute_state.rng_state_kept(device):  # a run that measures draws the random numbers of one that does not
         figures = probe(device)
     keep(figures, device)

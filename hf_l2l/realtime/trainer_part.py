@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
-
 from hf_l2l.checkpoint.finding import checkpoints_in, run_of
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, bytes_in, remove
 from hf_l2l.eps.server import EagerParamServer
+from hf_l2l.log import logger, tell
 from hf_l2l.probe.disk import write_rate
 from hf_l2l.ranks.team import of_rank_0
 from hf_l2l.realtime.lock import FolderLock
@@ -24,9 +23,6 @@ from hf_l2l.realtime.options import RealtimeOptions
 from hf_l2l.realtime.put_off import PutOffMixin
 from hf_l2l.realtime.schedule import Schedule
 from hf_l2l.runtime.tensors import size_text
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.get_logger("transformers.hf_l2l")
 
 # Of a folder that cannot be made or written; other errors may be those of locks alone.
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST)
@@ -239,7 +235,7 @@ class RealtimeMixin(PutOffMixin):
         """Log what generations cost: before the first one is there, from the rate of the disk, and when it is."""
         step_s = schedule.step_seconds()
         per_day = schedule.bytes_per_day(num_bytes, step_s, write_s) / 1e12
-        log = logger.warning if per_day >= _MANY_TERABYTES else logger.info
+        log = logger.warning if per_day >= _MANY_TERABYTES else tell
         log(
             f"a real-time checkpoint has {size_text(num_bytes)}{rate}, and is written in {write_s:.2g} s: a crash "
             f"loses at most {schedule.most_lost(step_s, write_s)} steps of {step_s:.2g} s, and {per_day:.2g} TB are "

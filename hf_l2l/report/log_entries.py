@@ -1,4 +1,4 @@
-"""What `L2LTrainer` adds to a log with a training loss: times, tokens per second, and the device's peak."""
+"""What `L2LTrainer` measures of the steps before a log with a training loss, and what of it the log has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_l2l.runtime import stream
 
 
 def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str]:
-    """The entries for the steps since the last log; without steps since then there are none.
+    """What was measured of the steps since the last log; without steps since then there is nothing.
 
     `device_peak_bytes` is what the allocator of the device has held at most since the process began, or since the
     program has called `torch.accelerator.reset_peak_memory_stats()`, which is left to the program. It is absent
@@ -39,6 +39,26 @@ def log_entries(timeline: Timeline, tokens: int | None) -> dict[str, float | str
     if usage is not None:
         entries["device_peak_bytes"] = usage[1]
     return entries
+
+
+def shown(measured: Mapping[str, float | str], *, on_device: bool, all_times: bool) -> dict[str, float | str]:
+    """What of it the log has: `l2l_tokens_per_s`, and on a device `l2l_device_peak_gib` and `l2l_exposed`, the share
+    of a step in which the device waited for the link, the host or a disk; with `all_times`, the times behind that."""
+    entries: dict[str, float | str] = {}
+    if "l2l_tokens_per_s" in measured:
+        entries["l2l_tokens_per_s"] = measured["l2l_tokens_per_s"]
+    if "device_peak_bytes" in measured:
+        entries["l2l_device_peak_gib"] = float(measured["device_peak_bytes"]) / 2**30
+    if on_device:
+        waits = sum(float(measured[f"l2l_wait_{cause}_s"]) for cause in ("upload", "download", "eps"))
+        entries["l2l_exposed"] = min(1.0, waits / max(float(measured["l2l_step_s"]), 1e-9))
+    if all_times:
+        of_link = () if on_device else ("l2l_wait_upload_s", "l2l_wait_download_s")
+        entries |= {name: measured[name] for name in _TIMES if name not in of_link}
+    return entries
+
+
+_TIMES = ("l2l_step_s", "l2l_wait_upload_s", "l2l_wait_download_s", "l2l_wait_eps_s", "l2l_bound")
 
 
 class TokenCount:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 
 import torch
@@ -56,6 +57,37 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate, ranks: st
         f"  Bound by = what l2l_bound says in the logs: {_bound_text(config, mode)}",
     ]
     return "\n".join(lines)
+
+
+def first_line(model: nn.Module, config: L2LConfig, need: MemoryEstimate, planned: int | None) -> str:
+    """What a training begins with, in one line: where layers run, with which options, and the memory that it takes.
+
+    `planned` is the device's peak according to a plan; without one, the line has what does not depend on the batch.
+    """
+    devices = execution_devices(config.device)
+    if stream.shares_host_memory(devices[0]):
+        is_there = torch.accelerator.current_accelerator(check_available=True) is not None
+        return f"{'' if is_there else 'no accelerator: '}trains on the CPU, as Trainer would"
+    count = sum(len(stack.layers) for stack in find_stacks(model, config.layer_classes))
+    where = ", ".join(map(str, devices))
+    stays = {
+        f"layer{'s' * (config.resident_layers != 1)} resident": config.resident_layers,
+        "with weights kept": config.kept_weights,
+        "with graphs kept": config.kept_graphs,
+    }
+    parts = [
+        "micro-batch = batch" if config.ubatch_size is None else f"micro-batch {config.ubatch_size}",
+        {"auto": "stash where there is room", "disk": "stash on disk"}.get(
+            config.stash, f"stash on the {config.stash}"
+        ),
+        *(f"{number} {what}" for what, number in stays.items() if number),
+    ]
+    streamed = f"all {count} layers stay on" if config.resident == "all" else f"{count} layers streamed to"
+    total = stream.least_memory(devices)
+    of_card = "" if total is None or total >= sys.maxsize else f" of {size_text(total)}"
+    least = f"{size_text(need.device_bytes)}{of_card} and activations"
+    device = least if planned is None else f"{size_text(planned)}{of_card}"
+    return f"{streamed} {where}; {', '.join(parts)}; {device}, host {size_text(need.host_bytes)}"
 
 
 def _state_dir(config: L2LConfig) -> str | os.PathLike[str]:

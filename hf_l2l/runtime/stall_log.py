@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -12,10 +11,10 @@ from contextlib import contextmanager
 from types import CodeType
 from weakref import WeakSet
 
+from hf_l2l.log import logger
+
 INTERVAL_S = 10.0
 """Seconds without a line until one is logged."""
-
-logger = logging.getLogger("hf_l2l")
 
 
 class StallLog:

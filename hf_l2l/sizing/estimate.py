@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from torch import nn
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.devices import check_device_name, execution_devices
+from hf_l2l.log import logger
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model_source import model_of, named_as_arguments
 from hf_l2l.option_names import options_of_the_trainer
@@ -22,8 +22,6 @@ from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.runtime import stream
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.sizing.capacity import largest_models
-
-logger = logging.getLogger("hf_l2l")
 
 
 def estimate(

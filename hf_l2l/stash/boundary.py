@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,12 +11,11 @@ import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
+from hf_l2l.log import logger
 from hf_l2l.rows.host_rows import Passing
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.stash.tiers import SHARE
-
-logger = logging.getLogger("hf_l2l")
 
 _TENSORS = 4
 """As large as a layer's output, which the device holds in a backward: its input, its output, and their gradients."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.eps.host_memory import HostMemory
+from hf_l2l.log import tell
 from hf_l2l.memory.host_limits import available_host_bytes
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Room
@@ -23,8 +23,6 @@ SHARE = 8
 """With "auto", the stash, or what passes between layers, may take one part in so many of the device's memory."""
 _OF_HOST = 3 / 4
 """With "auto", the part of the host memory that is left over, which the stash may take."""
-
-logger = logging.getLogger("hf_l2l")
 
 
 def spill_file(config: L2LConfig, device: torch.device, layers: int) -> SpillFile | None:
@@ -129,7 +127,7 @@ class Tiers:
             why = f"{'at most' if fits else 'more than'} the {size_text(may_take)} of host memory that it may take"
         if chosen != self._logged:
             self._logged = chosen
-            logger.info(
+            tell(
                 "stash='auto': the inputs of %d layers take %s, %s; they are kept %s",
                 self._layers,
                 size_text(needed),

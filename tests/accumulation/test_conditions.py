@@ -10,7 +10,14 @@ from torch import nn
 import accumulated
 from accumulated import forwards, tiny_llama, train
 from hf_l2l import L2LTrainer
+from hf_l2l.hf import preparation
 from training import logs
+
+
+@pytest.fixture(autouse=True)
+def _weights_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: where layers run on the CPU, nobody is warned."""
+    monkeypatch.setattr(preparation, "weights_travel", lambda config: config.resident != "all")
 
 
 class OwnLoss(L2LTrainer):

@@ -125,7 +125,7 @@ def test_nothing_has_changed_when_a_damaged_one_is_refused(run, trained, caplog,
     assert trainer.optimizer is None and trainer.state.global_step == 0
     assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
     assert np.random.get_state()[1].tolist() == generators[2]
-    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+    with caplog.at_level("WARNING", "hf_l2l"):
         assert checkpoint_to_resume(True, trainer.args) == str(run / "checkpoint-2")
     (said,) = caplog.records
     assert f"{run / 'checkpoint-4'} is not resumed from, but {run / 'checkpoint-2'} is: " in said.message
@@ -174,7 +174,7 @@ def test_what_is_not_loaded_is_said(trained, tmp_path, caplog, name, said):
     checkpoint = Path(shutil.copytree(trained["ours"], tmp_path / "run")) / "checkpoint-2"
     (checkpoint / MANIFEST).unlink()
     (checkpoint / name).unlink(missing_ok=True)
-    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+    with caplog.at_level("WARNING", "hf_l2l"):
         checkpoint_to_resume(str(checkpoint), SimpleNamespace(output_dir=str(tmp_path), should_save=False))
     assert said in caplog.text
     resumed = l2l_trainer(tmp_path / "resumed", model=tiny_bert(), **SAVING)

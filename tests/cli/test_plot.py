@@ -82,7 +82,7 @@ def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(own, is_
 def test_a_panel_without_data_says_why(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     found = ran(capsys, "plot", state_of(tmp_path / "run", 1))
-    assert "  time: not in l2l_run.jsonl of the output_dir: l2l_log_times=False, layers that did not run" in found.out
+    assert "  time: not in l2l_run.jsonl of the output_dir: layers did not run layer to layer, or" in found.out
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "text", "broken"])

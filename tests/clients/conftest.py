@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_l2l.hf import preparation
 from hf_l2l.testing import enable_simulated_accelerator
 
 FOLDER = Path(__file__).parent
@@ -26,6 +27,13 @@ with warnings.catch_warnings():  # of what they import in turn
     for name in LIBRARIES:
         if importlib.util.find_spec(name) is not None:  # else the tests that need it are skipped
             importlib.import_module(name)
+
+
+@pytest.fixture(autouse=True)
+def _weights_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: where layers run on the CPU, nobody is warned of accumulation."""
+    monkeypatch.setattr(preparation, "weights_travel", lambda config: config.resident != "all")
+
 
 LET_THROUGH = [
     # TRL turns it on by itself, under the name that transformers 5.23 has replaced, as peft does.

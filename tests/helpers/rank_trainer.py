@@ -161,9 +161,9 @@ def trained(
     with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "load", noted)
         patch.setattr(safetensors.torch, "load_file", counted)
-        logging.getLogger("transformers.hf_l2l").addHandler(lines)
+        logging.getLogger("hf_l2l").addHandler(lines)
         trainer.train(resume_from_checkpoint=checkpoint)
-        logging.getLogger("transformers.hf_l2l").removeHandler(lines)
+        logging.getLogger("hf_l2l").removeHandler(lines)
     metrics = trainer.evaluate()
     predictions = trainer.predict(Rows(13, labels)).predictions
     history = trainer.state.log_history

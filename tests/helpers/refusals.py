@@ -26,7 +26,7 @@ import hf_l2l
 from training import arguments, tiny_bert
 
 PACKAGE = Path(hf_l2l.__file__).parent
-LOGGERS = ("hf_l2l", "transformers.hf_l2l", "run_glue_l2l")
+LOGGERS = ("hf_l2l", "run_glue_l2l")
 WEIGHT_BYTES = 1024
 """The smallest weight matrix of a `tiny_bert`: what is refused early allocates nothing of this size."""
 

@@ -61,10 +61,10 @@ def test_no_further_step_is_made(tmp_path, caplog, first, then, steps):
     made = int(checkpoint.name.removeprefix("checkpoint-"))
     events = _Events()
     again = l2l_trainer(tmp_path, model=tiny_bert(), callbacks=[events], **SAVING, **then)
-    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+    with caplog.at_level("WARNING", "hf_l2l"):
         result = again.train(resume_from_checkpoint=True)
     warnings = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert [each.message for each in warnings if each.name == "transformers.hf_l2l"] == [
+    assert [each.message for each in warnings if each.name == "hf_l2l" and each.levelname == "WARNING"] == [
         f"the training is finished, and no further step is made: {checkpoint} has made {made} steps of {steps}. Raise "
         "max_steps or num_train_epochs to train on"
     ]
@@ -96,7 +96,7 @@ def test_the_best_model_is_loaded_all_the_same(tmp_path):
 
 def test_with_more_steps_it_trains_on(tmp_path, caplog):
     l2l_trainer(tmp_path, **SAVING, max_steps=4).train()
-    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+    with caplog.at_level("WARNING", "hf_l2l"):
         again = l2l_trainer(tmp_path, **SAVING, max_steps=5)
         again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 5 and "finished" not in caplog.text
@@ -112,6 +112,6 @@ def test_a_streamed_data_set(tmp_path, caplog):
     for _ in range(2):
         made = l2l_trainer(tmp_path, **SAVING, max_steps=4)
         made.train_dataset = _Stream()
-        with caplog.at_level("WARNING", "transformers.hf_l2l"):
+        with caplog.at_level("WARNING", "hf_l2l"):
             made.train(resume_from_checkpoint=(tmp_path / "checkpoint-4").exists())
     assert made.state.global_step == 4 and "no further step is made" in caplog.text

@@ -98,9 +98,9 @@ def test_a_file_that_is_missing_is_told(tmp_path, caplog, name, what):
     (tmp_path / "checkpoint-2" / name).unlink()
     torch.save(torch.get_rng_state(), tmp_path / "checkpoint-2" / "rng_state_sim.pth")  # of another device
     resumed = l2l_trainer(tmp_path, **SAVING)
-    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+    with caplog.at_level("WARNING", "hf_l2l"):
         resumed.train(resume_from_checkpoint=checkpoint)
-    said = [record.message for record in caplog.records if record.name == "transformers.hf_l2l"]
+    said = [record.message for record in caplog.records if record.name == "hf_l2l" and record.levelname == "WARNING"]
     assert said[0] == f"{checkpoint} has no {name}: {what}"
     assert [re.search("has no (.*?):", each).group(1) for each in said] == [name, MANIFEST, position_file(None)]
     assert resumed.state.global_step == 4
@@ -136,7 +136,7 @@ def test_the_last_complete_checkpoint_is_gone_on_from(tmp_path, caplog):
     interrupted.mkdir()
     shutil.copy(tmp_path / "parts" / "checkpoint-2" / "model.safetensors", interrupted)
     resumed = l2l_trainer(tmp_path / "parts", **SAVING)
-    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+    with caplog.at_level("WARNING", "hf_l2l"):
         resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, whole)
     said = "saving was interrupted in checkpoint-3 (renamed to _interrupted-checkpoint-3): training resumes from"

@@ -188,7 +188,7 @@ def test_a_checkpoint_of_a_step_that_is_not_made_yet_makes_it(tmp_path, caplog):
     callback.save = lambda: first.made._save_checkpoint(first.made.model, None)
     first.made.train()
     again = recorded(tmp_path, save_strategy="no")
-    with caplog.at_level(logging.WARNING, "transformers.hf_l2l"):
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
         again.made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert len(again.batches) == STEPS - 4 and "has no rng_state_data.pth" in caplog.text
 
@@ -219,10 +219,12 @@ def said_at(tmp_path: Path, caplog: Any, at: int, *, before: dict[str, Any], aft
     """What the warnings of a resumed training say."""
     whole_run(tmp_path / "whole", **{"save_steps": at, **before})
     again = recorded(tmp_path / "again", **{"save_steps": STEPS, **after})
-    with caplog.at_level(logging.WARNING, "transformers.hf_l2l"):
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
         again.made.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
     assert again.made.state.global_step == STEPS
-    return [record.message for record in caplog.records if record.name == "transformers.hf_l2l"]
+    return [
+        record.message for record in caplog.records if record.name == "hf_l2l" and record.levelno >= logging.WARNING
+    ]
 
 
 def test_other_batches_are_told(tmp_path, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -15,6 +16,7 @@ from torch import nn
 from transformers.optimization import AdafactorSchedule
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
+from hf_l2l.hf import preparation
 from memory_switches import forced_copies
 from training import (
     CHECKPOINTING,
@@ -40,6 +42,12 @@ pytestmark = pytest.mark.filterwarnings(
 def copies(request):
     with forced_copies() if request.param == "copies" else nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _weights_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: where layers run on the CPU, nobody is warned."""
+    monkeypatch.setattr(preparation, "weights_travel", lambda config: config.resident != "all")
 
 
 def accumulating(steps: int):
@@ -362,8 +370,16 @@ def test_accumulation_warns_once_with_the_numbers(tmp_path):
     assert [str(w.message) for w in said] == [
         "batch 1 x accumulation 16 moves the weights 32 times per step: loss_is_scaled_for_ga=False says that the "
         "loss is a mean over each batch. per_device_train_batch_size=16, ubatch_size=1, "
-        "gradient_accumulation_steps=1 moves them twice, with one loss of all rows"
+        "gradient_accumulation_steps=1 moves them twice, and trains with the loss of all rows at once"
     ]
+
+
+def test_accumulation_is_no_matter_where_nothing_travels(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    made = l2l_trainer(tmp_path, gradient_accumulation_steps=4, max_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.train()
 
 
 def checkpointing(model: nn.Module) -> list[nn.Module]:
@@ -428,7 +444,7 @@ def test_the_summary_is_logged_at_info_level(tmp_path, caplog):
         assert part in summary
     hf.utils.logging.set_verbosity_info()
     # transformers' loggers need not propagate to the root logger, where pytest listens.
-    logger = logging.getLogger("transformers.hf_l2l")
+    logger = logging.getLogger("hf_l2l")
     logger.addHandler(caplog.handler)
     try:
         made.train()

@@ -114,7 +114,7 @@ def test_the_lock_is_no_link(folder, tmp_path, caplog):
     """Nothing is made where a link leads; the training goes on without the lock, and says so."""
     (folder / "l2l_realtime.lock").symlink_to(tmp_path / "theirs" / "new")
     made = l2l_trainer(tmp_path / "run", **OPTIONS, l2l_realtime_checkpoint=str(folder))
-    with caplog.at_level("WARNING", "transformers.hf_l2l"):
+    with caplog.at_level("WARNING", "hf_l2l"):
         made.train(resume_from_checkpoint=True)
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["file"]
     assert "no other training is kept from" in caplog.text

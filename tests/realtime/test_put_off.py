@@ -162,7 +162,7 @@ def test_the_bytes_of_a_generation_are_said_first(tmp_path, caplog):
     hf.logging.set_verbosity_info()
     hf.logging.enable_propagation()
     try:
-        with caplog.at_level("INFO", "transformers.hf_l2l"):
+        with caplog.at_level("DEBUG", "hf_l2l"):
             made.train()
     finally:
         hf.logging.set_verbosity_warning()

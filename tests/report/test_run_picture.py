@@ -23,7 +23,6 @@ from hf_l2l.report.pictures.run_log import (
     NO_LOG,
     NOT_OF_L2L,
     RUN_FILE,
-    TIMES_ARE_OFF,
     RunFacts,
     RunLog,
     StepTime,
@@ -88,16 +87,16 @@ def test_files_say_what_the_trainer_says(tmp_path):
         assert json.loads(json.dumps(log.as_json()))["memory"] == log.memory
 
 
-def test_without_times_nothing_of_the_machine_is_kept(tmp_path):
-    trainer = l2l_trainer(tmp_path, **EVALUATED, l2l_log_times=False)
+def test_a_run_without_rows_says_why_it_has_none(tmp_path):
+    trainer = l2l_trainer(tmp_path, **EVALUATED)
     trainer.train()
-    assert not (tmp_path / RUN_FILE).exists()
+    (tmp_path / RUN_FILE).unlink()
     log = read_run(tmp_path / "checkpoint-4" / "trainer_state.json")
     assert log.missing == {"time": NOT_OF_L2L, "memory": NOT_OF_L2L} and len(log.losses) == 4
     assert log.facts == RunFacts("BertForSequenceClassification", rows=8)  # as the checkpoint's config says
     pytest.importorskip("matplotlib")
     written = texts(trainer.plot())
-    assert written.count(TIMES_ARE_OFF) == 2 and "ubatch_size=4" in written
+    assert written.count(NOT_OF_L2L) == 2 and "ubatch_size=4" in written
 
 
 def test_before_a_training_there_is_nothing_to_draw(tmp_path):
@@ -118,11 +117,14 @@ def test_a_run_that_was_too_short_to_log_a_loss_says_so(tmp_path, evaluates):
     assert "masters" in {label.get_text() for label in figure.axes[0].get_yticklabels()}
 
 
+NO_LAYERS = "not logged: the model has no layers that are streamed"
+
+
 def test_reasons_that_do_not_depend_on_losses_are_given_without_them():
     state = {"log_history": [], "global_step": 1}
-    found = RunLog.of_state(state, RunFacts("Model"), without_times=TIMES_ARE_OFF).missing
+    found = RunLog.of_state(state, RunFacts("Model"), without_times=NO_LAYERS).missing
     none = "no training loss was logged in 1 step; set logging_steps"
-    assert found == {"time": TIMES_ARE_OFF, "memory": TIMES_ARE_OFF, "loss": none}
+    assert found == {"time": NO_LAYERS, "memory": NO_LAYERS, "loss": none}
     assert log_of([]).missing == {
         "time": none.replace("1 step;", "4 steps;"),
         "memory": MEMORY_MAY_COME,
@@ -170,8 +172,6 @@ def test_a_training_begins_without_the_rows_of_the_one_before(tmp_path):
     l2l_trainer(tmp_path).train()
     l2l_trainer(tmp_path, max_steps=2).train()
     assert [row["step"] for row in measured(tmp_path)] == [1, 2]
-    l2l_trainer(tmp_path, max_steps=2, l2l_log_times=False).train()
-    assert not (tmp_path / RUN_FILE).exists()
 
 
 @pytest.mark.parametrize("make", [l2l_trainer, plain_trainer])

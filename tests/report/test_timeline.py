@@ -471,7 +471,7 @@ def test_tensorboard_takes_every_value(tmp_path, caplog):
             self.first = getattr(self, "first", dict(logs))
 
     lines = Lines()
-    trainer = l2l_trainer(tmp_path, max_steps=1, callbacks=[lines])
+    trainer = l2l_trainer(tmp_path, max_steps=1, callbacks=[lines], l2l_log_times=True)
     trainer.train()
     line = lines.first
     writer = Writer()

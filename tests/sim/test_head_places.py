@@ -156,7 +156,7 @@ def test_few_rows_stay_on_the_first_device(monkeypatch):
 def test_without_peer_access_the_head_stays_on_the_first_device(caplog):
     enable_simulated_accelerator(devices=2, peer_access=False)
     try:
-        with caplog.at_level(logging.INFO, "hf_l2l"):
+        with caplog.at_level(logging.DEBUG, "hf_l2l"):
             found = run("llama", 2, "device")
             assert "logits are computed on sim:0 alone, since devices cannot read each other's memory" in caplog.text
         one = run("llama", 1, "device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -382,10 +383,24 @@ def test_the_trainer_logs_the_peak_of_the_device(tmp_path):
     assert_adds_up(made.eps.memory_report())
 
 
-def test_without_times_the_trainer_logs_no_peak(tmp_path):
-    made = l2l_trainer(tmp_path, l2l_log_times=False)
-    made.train()
-    assert not (tmp_path / "l2l_run.jsonl").exists()
+def test_a_log_has_what_a_user_asks_first(tmp_path):
+    """And the times behind that where they are wanted."""
+    seen: list[dict[str, Any]] = []
+
+    class Lines(hf.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            seen.append({name: value for name, value in logs.items() if name.startswith("l2l_")})
+
+    for all_times in (False, True):
+        l2l_trainer(tmp_path / str(all_times), max_steps=1, callbacks=[Lines()], l2l_log_times=all_times).train()
+    few, all_of_them = seen[0], seen[2]
+    assert few.keys() == {"l2l_tokens_per_s", "l2l_device_peak_gib", "l2l_exposed"} and 0 <= few["l2l_exposed"] <= 1
+    assert few["l2l_device_peak_gib"] == pytest.approx(measured(tmp_path / "False")[0]["device_peak_bytes"] / 2**30)
+    assert all_of_them.keys() - few.keys() == {
+        "l2l_step_s",
+        *(f"l2l_wait_{c}_s" for c in ("upload", "download", "eps")),
+        "l2l_bound",
+    }
 
 
 def test_the_picture_of_a_run_has_the_memory_of_the_device(tmp_path):
@@ -397,3 +412,25 @@ def test_the_picture_of_a_run_has_the_memory_of_the_device(tmp_path):
     assert f" device: {size_text(peak)} at the peak" in [text.get_text() for text in figure.axes[0].texts]
     assert figure.get_suptitle().endswith("device batch of 8 rows, ubatch_size=2; on sim:0 (simulated accelerator)")
     assert "its speed says nothing" in figure.axes[1].get_title()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {},
+            r"4 layers streamed to sim:0; micro-batch = batch, stash on the device; [\d.]+ KiB and activations, ",
+        ),
+        (
+            {"ubatch_size": 2, "stash": "host", "l2l_resident_layers": 1},
+            r"4 layers streamed to sim:0; micro-batch 2, stash on the host, 1 layer resident; [\d.]+ KiB and activ",
+        ),
+        ({"device_memory_budget": "64MiB"}, r"all 4 layers stay on sim:0; .*; [\d.]+ KiB, host "),
+    ],
+)
+def test_the_first_line_says_where_layers_run(options, line, tmp_path, caplog):
+    """With the memory that was planned, or what does not depend on the batch."""
+    with caplog.at_level("INFO", "hf_l2l"):
+        l2l_trainer(tmp_path, max_steps=1, **options).train()
+    [said] = [record.getMessage() for record in caplog.records if "layers" in record.getMessage()]
+    assert re.match(line, said), said

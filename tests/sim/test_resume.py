@@ -40,7 +40,7 @@ def test_with_dropout_of_the_device(tmp_path, caplog, case, steps):
     whole = recorded(tmp_path / "whole", **CASES[case])
     whole.made.train()
     assert (tmp_path / "whole" / "checkpoint-1" / "rng_state_sim.pth").is_file()
-    with caplog.at_level(logging.WARNING, "transformers.hf_l2l"):
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
         for at in steps:
             assert_resumes_at(whole, at, tmp_path / f"at {at}", **CASES[case])
     assert "an order of rows" not in caplog.text  # the training draws of the device's generator alone

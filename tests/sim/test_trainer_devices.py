@@ -94,7 +94,7 @@ def test_of_unequal_devices_auto_is_a_share_of_the_smallest(tmp_path, monkeypatc
 
 def test_without_a_size_there_are_two_micro_batches_per_device(tmp_path, caplog):
     made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1, l2l_resident_layers=2)
-    with caplog.at_level(logging.INFO, "transformers.hf_l2l"):
+    with caplog.at_level(logging.DEBUG, "hf_l2l"):
         made.train()
     assert attachment_of(made.model).cuts.of(8) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert "Device = sim:0, sim:1: layers run on them in turn" in caplog.text

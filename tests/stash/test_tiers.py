@@ -121,7 +121,7 @@ def test_where_memory_is_shared_only_a_file_is_another_place(made):
 
 def test_the_choice_is_logged_once_and_when_it_changes(apart, made, caplog):
     of = made()
-    with caplog.at_level(logging.INFO, "hf_l2l"):
+    with caplog.at_level(logging.DEBUG, "hf_l2l"):
         for size in (GIB, GIB, 2 * GIB, 31 * GIB, 32 * GIB, GIB):
             choice(of, size)
     start = "stash='auto': the inputs of 10 layers take"

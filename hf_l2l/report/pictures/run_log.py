@@ -19,14 +19,12 @@ RUN_FILE = "l2l_run.jsonl"
 """Its rows have a `step`, and either the times of a log line or what the run was, with its memory report. Of two rows
 of a step the later one counts, since a resumed training makes the steps after its checkpoint again."""
 
-TIMES_ARE_OFF = "not logged: l2l_log_times=False"
 NOT_OF_L2L = (
-    f"not in {RUN_FILE} of the output_dir: l2l_log_times=False, layers that did not run layer to layer, or a "
-    "checkpoint that was moved away from it"
+    f"not in {RUN_FILE} of the output_dir: layers did not run layer to layer, or a checkpoint was moved away from it"
 )
 NO_LOG = "nothing was logged so far"
 MEMORY_COMES_LATER = f"not yet in {RUN_FILE}: it comes with the first checkpoint or the end of the training"
-MEMORY_MAY_COME = f"{MEMORY_COMES_LATER}, unless l2l_log_times=False or layers did not run layer to layer"
+MEMORY_MAY_COME = f"{MEMORY_COMES_LATER}, unless layers did not run layer to layer"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_l2l.devices import execution_devices
+from hf_l2l.log import logger
 from hf_l2l.probe.rates import device_name
 from hf_l2l.report.pictures.canvas import save
 from hf_l2l.report.pictures.run_log import (
     NOT_OF_L2L,
     RUN_FILE,
-    TIMES_ARE_OFF,
     RunFacts,
     RunLog,
     append_row,
@@ -26,9 +25,6 @@ from hf_l2l.report.pictures.run_log import (
 )
 from hf_l2l.report.pictures.run_picture import draw_run
 from hf_l2l.runtime import stream
-
-# Below transformers' own logger, so that its verbosity and handlers apply.
-logger = logging.getLogger("transformers.hf_l2l")
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,9 +56,7 @@ class PlotMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no ty
             ImportError: if matplotlib is not installed.
             ValueError: if the file cannot be written.
         """
-        why = TIMES_ARE_OFF if not self._logs_times else NOT_OF_L2L
-        if not self._streams():
-            why = "not logged: the model has no layers that are streamed"
+        why = NOT_OF_L2L if self._streams() else "not logged: the model has no layers that are streamed"
         rows = [] if self._l2l_rows is None else read_rows(self._l2l_rows)
         log = RunLog.of_state(asdict(self.state), self._facts(), rows, why)
         figure = draw_run(log, "trainer.plot()", path, "look at trainer.state.log_history")
@@ -118,7 +112,7 @@ class PlotMixin(_NextTrainer):  # type: ignore[misc]  # transformers ships no ty
 
     def _keep_report(self) -> None:
         eps = self.eps
-        if eps is not None and self._logs_times:
+        if eps is not None:
             self._keep_row(report_row(self.state.global_step, self._facts(), eps.memory_report()))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
