@@ -138,7 +138,9 @@ class Adapter(nn.Module):
         self.up = nn.Parameter(torch.zeros(out, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + functional.linear(functional.linear(x, self.down), self.up)
+        # T5 keeps what is in some of its matrices in fp32, and an adapter there; PEFT's adapters turn dtypes, too.
+        added = functional.linear(functional.linear(x.to(self.down.dtype), self.down), self.up)
+        return self.base(x) + added.to(x.dtype)
 
 
 def adapted(model: nn.Module) -> nn.Module:

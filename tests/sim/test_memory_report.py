@@ -298,8 +298,9 @@ PLACES: list[dict[str, Any]] = [
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("model", "places"), combined(MODELS, PLACES, one_in=2))
 def test_the_first_step_needs_no_more_than_later_ones(model, places):
-    """Although it does not know the order of the layers, tries how to split its inputs, and allocates the slots."""
-    run = Run(MODELS[model](), **places)
+    """Although it does not know the order of the layers, tries how to split its inputs, and allocates the slots. (It
+    has some bytes more of comparisons of its recomputes.)"""
+    run = Run(MODELS[model](), **places, check_recompute="off")
     peaks = []
     for _ in range(3):
         torch.accelerator.reset_peak_memory_stats()
