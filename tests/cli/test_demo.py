@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from documented_commands import check
 from glue_script import needs_datasets, needs_demo_model
 from hf_l2l.cli import demo
 
@@ -43,6 +44,13 @@ def test_the_last_line_says_what_was_shown(tmp_path, capsys):
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert demo.tell(found(ours=run(119, [0.7, 0.5])), tmp_path, "cuda") == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("their 2 losses differ by at most 0.1.")
+
+
+def test_the_commands_at_the_end_are_understood(tmp_path, capsys):
+    demo.tell(found(), tmp_path, "simulated card")
+    said = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and " -m " in line]
+    assert [words[1:3] for words in said] == [["-m", "run_glue_l2l"], ["-m", "hf_l2l"]]
+    check(["hf-l2l", *said[1][3:]])
 
 
 def test_what_was_not_shown_is_an_error(capsys):

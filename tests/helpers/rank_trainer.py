@@ -21,6 +21,7 @@ from families import TOKENS, VOCAB, bert, llama
 from hf_l2l import L2LBatchGrowth, L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
+from hf_l2l.hf import preparation
 from hf_l2l.hf.preparation import devices_of
 from hf_l2l.noise import growth
 from hf_l2l.noise import trainer_part as trainer_part_of_noise
@@ -160,6 +161,8 @@ def trained(
     lines = Lines()
     with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "load", noted)
+        # As on an accelerator: where layers run on the CPU, nobody is warned of accumulation.
+        patch.setattr(preparation, "weights_travel", lambda config: config.resident != "all")
         patch.setattr(safetensors.torch, "load_file", counted)
         logging.getLogger("hf_l2l").addHandler(lines)
         trainer.train(resume_from_checkpoint=checkpoint)

@@ -102,7 +102,7 @@ def chosen(seconds: tuple[float, float], asked: str, devices: Any = None) -> tup
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("hf_l2l")
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
 
     def measured(team: Team, sums: DeviceSums, num_bytes: int) -> tuple[float, float]:
         choice_of(team, sums, num_bytes)  # which works
