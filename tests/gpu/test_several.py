@@ -65,7 +65,7 @@ def test_rows_pass_in_the_way_that_is_told(monkeypatch, caplog):
         return entered(self)
 
     monkeypatch.setattr(stream.PeerLane, "entered", noted)
-    caplog.set_level(logging.INFO, "hf_l2l")
+    caplog.set_level(logging.DEBUG, "hf_l2l")
     torch.manual_seed(1)
     model = pipelined.FAMILIES["bert"]()
 

@@ -100,7 +100,7 @@ def test_when_copies_land_changes_no_bit(seed, mode):
 def test_devices_without_peer_access_pass_rows_through_the_host(mode, family, caplog):
     wanted = trained(model_of(family), 1, steps=1, **mode)
     enable_simulated_accelerator(devices=3, peer_access=False)
-    caplog.set_level(logging.INFO, "hf_l2l")
+    caplog.set_level(logging.DEBUG, "hf_l2l")
     assert not trained(model_of(family), 3, steps=1, **mode).differences(wanted)
     assert "rows pass between them through memory of the host, since" in caplog.text
     enable_simulated_accelerator(devices=3)
@@ -112,7 +112,7 @@ def test_a_direct_copy_that_arrives_changed_is_not_used(monkeypatch, caplog):
     wanted = trained(model_of("bert"), 1, steps=1)
     sends_wrongly = (torch.device("sim:0"), torch.device("sim:2"))
     monkeypatch.setattr(stream, "arrives_as_sent", lambda *pair: pair != sends_wrongly)
-    caplog.set_level(logging.INFO, "hf_l2l")
+    caplog.set_level(logging.DEBUG, "hf_l2l")
     assert not trained(model_of("bert"), 3, steps=1).differences(wanted)
     assert "through memory of the host, since sim:2 cannot read that of sim:0, or reads it wrongly" in caplog.text
 
