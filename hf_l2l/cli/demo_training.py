@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import hf_l2l
+from hf_l2l.cli.demo import BATCH
 from hf_l2l.demo import demo_files
 from hf_l2l.glue.messages import NO_MEMORY
 from hf_l2l.hf.attach import attachment_of
@@ -32,8 +33,8 @@ from hf_l2l.testing import enable_simulated_accelerator
 from hf_l2l.testing.sim_memory import parse_bytes
 
 OPTIONS: dict[str, Any] = {
-    "per_device_train_batch_size": 32,
-    "per_device_eval_batch_size": 32,
+    "per_device_train_batch_size": BATCH,
+    "per_device_eval_batch_size": BATCH,
     "learning_rate": 1e-4,
     "logging_steps": 1,
     "save_strategy": "no",

@@ -257,9 +257,9 @@ class Shell:
         self.computes_again: str | None = None
         """The name of the layer that a backward computes again now, if it does."""
         self._spent: list[weakref.ref[torch.Tensor]] = []
-        self._sent: list[_Owner] = []
-        """Of the backward that runs, once for each gradient."""
         """Device copies of weights that have got their gradients in the backward that runs, which frees its graph."""
+        self._sent: list[_Owner] = []
+        """Those of leaves that have got their gradients in it, once for each gradient."""
         eps.backwards.call(at_end=self._free_spent, at_failure=self._keep_spent)
 
     def call_at_start(self, at_start: Callable[[ModelCall], None]) -> None:

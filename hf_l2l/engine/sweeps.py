@@ -190,6 +190,7 @@ class _Joined:
 
     def add(self, split: Split, outputs: Sequence[torch.Tensor], ubatch: Ubatch) -> None:
         """Put the outputs of one ubatch in their rows. Outputs without rows are those of the first ubatch."""
+        # A hook may have begun a copy to the host that has not ended; the host itself reads it below.
         if any(out.device != self._call.device for out in outputs[self._call.own :]):
             computed = stream.record(self._call.device)
             stream.wait(computed, wait_reasons.COLLECTED_DOWNLOADED, host=True, on=self._call.device)
