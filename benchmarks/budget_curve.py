@@ -31,9 +31,9 @@ GIB = 2**30
 MACHINES = {"H200, PCIe 5": card_named("h200"), "RTX 4090, PCIe 4": card_named("rtx4090")}
 """Assumed figures, those of `hf-l2l estimate --card`."""
 SOURCES = (
-    "All rates are assumed: layers reach 500 of the 989 dense bf16 TFLOP/s of an H200's data sheet, and 150 of the "
-    "165 of a 4090's; links 55 and 25 GB/s each way, of 64 and 32 (PCIe 5 and 4, x16); host memory 150 and 70 GB/s, "
-    "of which AdamW moves 36 bytes per parameter; device memory the 4.8 and 1.0 TB/s of the data sheets. "
+    "All rates are assumed: layers reach 60 % of the dense bf16 peaks of the data sheets, which are 989 TFLOP/s of an "
+    "H200 and 165 of a 4090; links 55 and 25 GB/s each way, of 64 and 32 (PCIe 5 and 4, x16); host memory 150 and "
+    "70 GB/s, of which AdamW moves 36 bytes per parameter; device memory the 4.8 and 1.0 TB/s of the data sheets. "
     "`hf-l2l estimate MODEL --probe` takes the rates of a machine. The last budget would hold all weights, states and "
     "graphs of the device batch, as plain Trainer does."
 )

@@ -65,9 +65,20 @@ FOUR = ("started with", "a step", "host memory, GiB")
 CARDS = ("rtx4090", "a100", "h200")
 
 
+def two_digits(value: float) -> str:
+    """What is computed with assumed figures is known no better."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.1f}" if rounded >= 1 else f"{rounded:g}"
+
+
 def gib(size: int | None) -> str:
     """Bytes as GiB."""
-    return "" if size is None else f"{size / 2**30:,.0f}" if size >= 2**33 else f"{size / 2**30:.1f}"
+    return "" if size is None else two_digits(size / 2**30)
+
+
+def speed(seconds: float, tokens: int) -> str:
+    """Of a step."""
+    return f"{two_digits(seconds)} s, {two_digits(tokens / seconds)} tokens/s"
 
 
 def row(name: str, cards: Sequence[str]) -> list[str]:
@@ -76,11 +87,14 @@ def row(name: str, cards: Sequence[str]) -> list[str]:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     device = torch.device("cuda")
-    run = RunShapes(
-        model, L2LConfig(cmp="bf16"), example_inputs(model, ROWS, TOKENS), device=device, device_memory=10**15
+    run, run_of_one = (
+        RunShapes(
+            model, L2LConfig(cmp="bf16"), example_inputs(model, rows, TOKENS), device=device, device_memory=10**15
+        )
+        for rows in (ROWS, 1)
     )
+    plain, plain_of_one = (estimate_of(each, each.config).plain_checkpointing for each in (run, run_of_one))
     least = run.most(L2LConfig(cmp="bf16", stash="host", boundary="host", ubatch_size=1, gradient_slots=1))
-    plain = estimate_of(run, run.config).plain_checkpointing
     host = {setting: each.host_bytes for setting, each in fits(run, run.config, 1, None, None).by_setting.items()}
     cells = []
     for card in cards:
@@ -93,9 +107,9 @@ def row(name: str, cards: Sequence[str]) -> list[str]:
             continue
         seconds, tokens = found.by_setting[WHOLE].seconds_per_step, found.tokens
         assert seconds is not None and tokens is not None
-        cells.append(f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s")
+        cells.append(speed(seconds, tokens))
     count = sum(p.numel() for p in model.parameters()) / 1e9
-    sizes = (plain, least, host[WHOLE], host[SMALLEST], host[LORA])
+    sizes = (plain, plain_of_one, least, host[WHOLE], host[SMALLEST], host[LORA])
     return [f"{title} ({count:.1f} B)", *map(gib, sizes), *cells]
 
 
@@ -129,24 +143,25 @@ def several(name: str, card: str, count: int = 4) -> list[list[str]]:
             ranks = found["ranks"] or {"seconds_per_step": found["seconds_per_step"]}
             host = ranks.get("host_bytes", found["host"]["total"]["peak"])
             seconds = ranks["seconds_per_step"]
-            tokens = count * ROWS * TOKENS
-            rows.append([f"`{command}`", f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s", gib(host)])
+            rows.append([f"`{command}`", speed(seconds, count * ROWS * TOKENS), gib(host)])
     return rows
 
 
 def document(rows: Sequence[Sequence[str]], cards: Sequence[str], four: Sequence[Sequence[str]]) -> str:
     """The tables in markdown."""
-    sizes = ("plain, checkpointing", "L2L, at least", f"host: `{WHOLE}`", "host: 10 bytes each", "host: LoRA")
+    sizes = ("plain", "plain, one row", "L2L, at least", f"host: `{WHOLE}`", "host: 10 bytes each", "host: LoRA")
     head = ("model", *sizes, *(card_named(card).device_name for card in cards))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     text = (
         f"{datetime.date.today().isoformat()}, hf_l2l {hf_l2l.__version__}. Computed from shapes and from assumed "
-        "figures of the cards (`hf_l2l/probe/cards.py`); nothing was measured. GiB at the peak, "
-        f"{ROWS} rows of {TOKENS:,} tokens per step, AdamW. *Plain* is transformers' Trainer in fp32 with activation "
-        "checkpointing, all of it on the device. *At least* is the device memory without which L2L does not train, "
-        "with `cmp` and micro-batches of one row. Of the host: masters, gradients, moments and 16-bit copies (`cmp`, "
-        "18 bytes per parameter), or all but the masters in 16 bits (10 bytes, and room for the update of the largest "
-        "weight), or frozen 16-bit weights and adapters (LoRA), and the inputs of all layers. Times are with nine "
+        "figures of the cards (`hf_l2l/probe/cards.py`: layers reach 60 % of the peak of the data sheet); nothing was "
+        f"measured, and two digits are given. GiB at the peak, {ROWS} rows of {TOKENS:,} tokens per step, AdamW. "
+        "*Plain* is transformers' Trainer in fp32 with activation checkpointing, all rows at once; *one row* is the "
+        f"same with one row at a time and `gradient_accumulation_steps={ROWS}`. *At least* is the device memory "
+        "without which L2L does not train, with `cmp` and micro-batches of one row. Of the host: masters, gradients, "
+        "moments and 16-bit copies (`cmp`, 18 bytes per parameter), or all but the masters in 16 bits (10 bytes, and "
+        "room for the update of the largest weight), or frozen 16-bit weights and adapters (LoRA), and the inputs of "
+        "all layers. Times are with nine "
         "tenths of the card."
     )
     return "\n\n".join(

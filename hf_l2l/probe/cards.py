@@ -1,8 +1,7 @@
 """Figures of well-known cards and a host as they are often sold, assumed: for a question before there is a machine.
 
-What layers reach is below the peak of a data sheet, by what published trainings of transformers reach: half of it on a
-Hopper, seven tenths on the cards before it, eight to nine tenths on consumer cards, whose peak is a lower one. `probe`
-measures a machine.
+Layers are assumed to reach 60 % of the dense peak of the data sheet, as a well-run training of a transformer does; a
+large matrix product alone comes closer to the peak. `probe` measures a machine.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from typing import NamedTuple
 from hf_l2l.probe.disk import DiskRates
 from hf_l2l.probe.figures import HardwareFigures
 
+REACHED = 0.6
+"""The part of a card's dense peak that layers reach in a training."""
 ADAMW_ON_HOST, ADAMW_ON_DEVICE = 36, 28
 """Bytes of memory that AdamW moves per parameter: on the host with the upload of the master and its 16-bit copy."""
 
@@ -26,8 +27,8 @@ class _Card(NamedTuple):
     title: str
     memory: int
     """MiB, as the driver reports it."""
-    reached: Mapping[str, float]
-    """TFLOP/s of layers by the dtype in which they compute."""
+    peak: Mapping[str, float]
+    """Dense TFLOP/s of the data sheet by the dtype in which layers compute, with sums in fp32."""
     link: float
     """GB/s each way, both at once."""
     dram: float
@@ -46,21 +47,21 @@ class _Card(NamedTuple):
             link_down_both=link,
             dram=self.dram * 1e9,
             adamw_by_threads={1: self.dram * 1e9 / ADAMW_ON_HOST},
-            flops={dtype: rate * 1e12 for dtype, rate in self.reached.items()},
+            flops={dtype: REACHED * peak * 1e12 for dtype, peak in self.peak.items()},
             page_locked=True,
             device_adamw=self.device_dram * 1e9 / ADAMW_ON_DEVICE,
         )
 
 
 _CARDS: Mapping[str, _Card] = {
-    "t4": _Card("T4", 15360, {"fp32": 6, "fp16": 40}, 12, 70, 320),
-    "v100": _Card("V100", 32768, {"fp32": 13, "fp16": 90}, 12, 100, 900),
-    "a100": _Card("A100", 81920, {"fp32": 15, "fp16": 220, "bf16": 220}, 25, 150, 2039),
-    "h100": _Card("H100", 81559, {"fp32": 45, "fp16": 500, "bf16": 500}, 55, 150, 3350),
-    "h200": _Card("H200", 143771, {"fp32": 45, "fp16": 500, "bf16": 500}, 55, 150, 4800),
-    "rtx3090": _Card("RTX 3090", 24576, {"fp32": 25, "fp16": 64, "bf16": 64}, 25, 50, 936),
-    "rtx4090": _Card("RTX 4090", 24564, {"fp32": 60, "fp16": 150, "bf16": 150}, 25, 70, 1000),
-    "rtx5090": _Card("RTX 5090", 32607, {"fp32": 75, "fp16": 168, "bf16": 168}, 50, 70, 1792),
+    "t4": _Card("T4", 15360, {"fp32": 8.1, "fp16": 65}, 12, 70, 320),
+    "v100": _Card("V100", 32768, {"fp32": 15.7, "fp16": 125}, 12, 100, 900),
+    "a100": _Card("A100", 81920, {"fp32": 19.5, "fp16": 312, "bf16": 312}, 25, 150, 2039),
+    "h100": _Card("H100", 81559, {"fp32": 67, "fp16": 989, "bf16": 989}, 55, 150, 3350),
+    "h200": _Card("H200", 143771, {"fp32": 67, "fp16": 989, "bf16": 989}, 55, 150, 4800),
+    "rtx3090": _Card("RTX 3090", 24576, {"fp32": 35.6, "fp16": 71, "bf16": 71}, 25, 50, 936),
+    "rtx4090": _Card("RTX 4090", 24564, {"fp32": 82.6, "fp16": 165, "bf16": 165}, 25, 70, 1000),
+    "rtx5090": _Card("RTX 5090", 32607, {"fp32": 104.8, "fp16": 209.5, "bf16": 209.5}, 50, 70, 1792),
 }
 CARDS = tuple(_CARDS)
 """The names of the cards."""
@@ -82,11 +83,11 @@ def card_named(name: str, option: str = "--card") -> HardwareFigures:
 
 def assumed_sentence(figures: HardwareFigures) -> str:
     """What is said of times that are computed with figures of a card."""
-    rates = ", ".join(f"{rate / 1e12:g} TFLOP/s in {dtype}" for dtype, rate in figures.flops.items())
+    rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in figures.flops.items())
     assert figures.link_up is not None
     return (
         f"times are computed with assumed figures, not measured ones, of the {figures.device_name} and its host: "
-        f"layers reach {rates}, the link {figures.link_up / 1e9:g} GB/s each way, host memory "
-        f"{figures.dram / 1e9:g} GB/s, a disk reads {ASSUMED_DISK.read / 1e9:g} GB/s; --probe measures the "
-        "machine on which it runs"
+        f"layers reach {REACHED:.0%} of the dense peak ({rates}), the link {figures.link_up / 1e9:g} GB/s each way, "
+        f"host memory {figures.dram / 1e9:g} GB/s, a disk reads {ASSUMED_DISK.read / 1e9:g} GB/s; --probe measures "
+        "the machine on which it runs"
     )

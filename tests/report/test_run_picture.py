@@ -96,12 +96,13 @@ def test_a_run_without_rows_says_why_it_has_none(tmp_path):
     assert log.facts == RunFacts("BertForSequenceClassification", rows=8)  # as the checkpoint's config says
     pytest.importorskip("matplotlib")
     written = texts(trainer.plot())
-    assert written.count(NOT_OF_L2L) == 2 and "ubatch_size=4" in written
+    assert f"time, memory: {NOT_OF_L2L}" in written and "ubatch_size=4" in written
 
 
 def test_before_a_training_there_is_nothing_to_draw(tmp_path):
     pytest.importorskip("matplotlib")
-    assert texts(l2l_trainer(tmp_path).plot()).count(NO_LOG) == 3
+    figure = l2l_trainer(tmp_path).plot()
+    assert f"memory, time, loss: {NO_LOG}" in texts(figure) and figure.axes == []
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -112,8 +113,11 @@ def test_a_run_that_was_too_short_to_log_a_loss_says_so(tmp_path, evaluates):
     if evaluates:
         trainer.evaluate()
     figure = trainer.plot()
-    assert texts(figure).count("no training loss was logged in 4 steps; set logging_steps") == 2
-    assert {line.get_label() for line in figure.axes[2].lines} == ({"eval loss"} if evaluates else set())
+    why = "no training loss was logged in 4 steps; set logging_steps"
+    assert f"{'time, training loss' if evaluates else 'time, loss'}: {why}" in texts(figure)
+    assert len(figure.axes) == (2 if evaluates else 1)  # without empty panels
+    if evaluates:
+        assert [line.get_label() for line in figure.axes[1].lines] == ["eval loss"]
     assert "masters" in {label.get_text() for label in figure.axes[0].get_yticklabels()}
 
 
@@ -148,7 +152,9 @@ def test_a_model_without_layers_says_so(tmp_path):
     pytest.importorskip("matplotlib")
     trainer = l2l_trainer(tmp_path, model=Flat(), max_steps=1)
     trainer.train()
-    assert texts(trainer.plot()).count("the model has no layers that are streamed") == 2
+    figure = trainer.plot()
+    assert "time, memory: not logged: the model has no layers that are streamed" in texts(figure)
+    assert [axes.get_title() for axes in figure.axes] == ["training loss"]
 
 
 def test_a_resumed_run_goes_on_with_the_rows_of_the_one_before(tmp_path):
@@ -251,8 +257,23 @@ def test_the_rest_of_a_step_is_computation():
 
 def test_steps_whose_times_were_not_logged_are_left_empty():
     log = log_of([loss(1), loss(3), loss(4)], [row(1, l2l_step_s=2.0), row(4, l2l_step_s=2.0)])
-    [*_, top] = drawn(log).axes[1].patches
+    [*_, top] = drawn(log).axes[0].patches
     assert (list(top.get_data().edges), list(top.get_data().values)) == ([0, 1, 3, 4], [2.0, 0.0, 2.0])
+
+
+def legend_of(axes: Any) -> list[str]:
+    return [] if axes.get_legend() is None else [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_a_legend_has_what_occurs():
+    never = {"l2l_wait_download_s": 0.0, "l2l_wait_eps_s": 0.0, "l2l_step_s": 2.0}
+    time, losses = drawn(log_of([loss(1)], [row(1, **never)])).axes
+    assert legend_of(time) == ["waits for uploads", "computation, and all else"] and legend_of(losses) == []
+    [time, losses] = drawn(
+        log_of([loss(1), {"step": 1, "eval_loss": 2.0}], [row(1, l2l_wait_upload_s=0.0, **never)])
+    ).axes
+    assert (legend_of(time), time.get_title()) == ([], "time per step")  # as on the CPU
+    assert (legend_of(losses), losses.get_title()) == (["training", "eval loss"], "loss")
 
 
 def test_rows_of_steps_that_the_state_does_not_have_are_left_out():

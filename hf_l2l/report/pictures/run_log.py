@@ -89,7 +89,7 @@ class RunLog:
     evaluations: dict[str, list[tuple[int, float]]]
     """Of each data set, losses by step."""
     missing: dict[str, str]
-    """Panel ("memory", "time", "loss") -> why it is empty."""
+    """Panel ("memory", "time", "loss") -> why there is nothing to draw in it."""
 
     @classmethod
     def of_state(

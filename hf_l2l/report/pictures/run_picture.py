@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_l2l.memory.ledger import OTHER
 from hf_l2l.memory.memory_report import TOTAL, Bytes
@@ -26,7 +26,8 @@ _CAUSES = {
 }
 _LOSSES = ("#d55e00", "#009e73", "#cc79a7", "#56b4e9")
 _LEAST = 0.01
-"""Names with a smaller part of their tier are drawn as one bar."""
+"""Names with a smaller part of their tier are drawn as one bar, and waits with a smaller part of the time with the
+computation."""
 _FEWEST_ROWS = 10
 """Of the panel of memory, so that bars do not become thick."""
 _MARKED = 40
@@ -34,30 +35,34 @@ _MARKED = 40
 
 
 def draw_run(log: RunLog, asked: str, given: object, otherwise: str) -> Figure:
-    """Draw three panels; see `new_figure` for what else is given.
+    """Draw a panel for each of memory, time and loss that was logged, and say below why others are not there; see
+    `new_figure` for what else is given.
 
     Raises:
         ImportError: if matplotlib is not installed.
     """
+    shown = [name for name in _PANELS if name not in log.missing]
     bars = 0 if log.memory is None else sum(3 + len(_drawn(names)) for names in _tiers(log.memory).values())
-    figure = new_figure(asked, given, 15, max(4.8, 1.5 + 0.24 * bars), otherwise)
-    panels = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
+    widths = [_PANELS[name].width for name in shown] or [_WIDTH]
+    figure = new_figure(asked, given, sum(widths), max(4.8, 1.5 + 0.24 * bars) if shown else 2, otherwise)
     title, below = log.facts.lines()
     figure.suptitle(f"{title}\n{below}" if below else title, fontsize="large")
-    for axes, name, draw in zip(panels, ("memory", "time", "loss"), (_memory, _time, _loss), strict=True):
-        axes.spines[["top", "right"]].set_visible(False)
-        if name in log.missing:
-            _say(axes, name, log.missing[name])
-        else:
-            draw(axes, log)
+    if shown:
+        for name, axes in zip(
+            shown, figure.subplots(1, len(shown), width_ratios=widths, squeeze=False)[0], strict=True
+        ):
+            axes.spines[["top", "right"]].set_visible(False)
+            _PANELS[name].draw(axes, log)
+    reasons: dict[str, list[str]] = {}
+    for name, why in log.missing.items():
+        reasons.setdefault(why, []).append(name)
+    if "loss" in shown and not log.losses:
+        reasons.setdefault(log.why_no_training_loss, []).append("training loss")
+    if reasons:
+        columns = round(sum(widths) * _LETTERS)
+        notes = [textwrap.fill(f"{', '.join(names)}: {why}", columns) for why, names in reasons.items()]
+        figure.supxlabel("\n".join(notes), fontsize="small", color="#555555")
     return figure
-
-
-def _say(axes: Any, name: str, why: str) -> None:
-    axes.set_title(name)
-    axes.set_axis_off()
-    text = textwrap.fill(why, 36)
-    axes.text(0.5, 0.5, text, ha="center", va="center", color="#555555", transform=axes.transAxes)
 
 
 def _tiers(memory: Mapping[str, Mapping[str, Bytes]]) -> dict[str, Mapping[str, Bytes]]:
@@ -95,7 +100,6 @@ def _memory(axes: Any, log: RunLog) -> None:
             axes.text(size / scale, len(labels), f" {size_text(size)}", va="center", size="small")
             labels.append(name)
     notes = [f"besides, {size_text(names[OTHER]['peak'])} for {OTHER}" for names in tiers.values() if OTHER in names]
-    notes += ["layers ran in host memory: there is no other"] if list(tiers) == ["host"] else []
     for note in notes:
         axes.text(0, len(labels), f" {note}", va="center", color="#555555", size="small")
         labels.append("")
@@ -107,26 +111,33 @@ def _memory(axes: Any, log: RunLog) -> None:
 
 
 def _time(axes: Any, log: RunLog) -> None:
-    causes = [cause for cause in _CAUSES if all(getattr(each, cause) is not None for each in log.times)]
-    edges, gaps = [log.times[0].after], []
+    known = [cause for cause in _CAUSES if all(getattr(each, cause) is not None for each in log.times)]
+    sums = {cause: sum(getattr(each, cause) for each in log.times) for cause in known}
+    # Waits that are too short to be seen, as all are on the CPU, belong to all else.
+    least = _LEAST * sum(sums.values()) if "compute" in known else 0
+    causes = [cause for cause in known if cause == "compute" or sums[cause] > least]
+    rest = [cause for cause in known if cause not in causes]
+    edges = [log.times[0].after]
     values: dict[str, list[float]] = {cause: [] for cause in causes}
     for each in log.times:
         if each.after > edges[-1]:  # steps without times, of another run
             edges.append(each.after)
-            gaps.append(len(values["upload"]))
             for of_cause in values.values():
                 of_cause.append(0.0)
         edges.append(each.step)
         for cause, of_cause in values.items():
-            of_cause.append(getattr(each, cause))
-    below = [0.0] * (len(edges) - 1)
+            of_cause.append(getattr(each, cause) + (cause == "compute") * sum(getattr(each, other) for other in rest))
+    below = [0.0] * (len(edges) - 1)  # of the areas that are stacked on it
     for cause in causes:
         label, colour = _CAUSES[cause]
         top = [low + value for low, value in zip(below, values[cause], strict=True)]
         axes.stairs(top, edges, baseline=below, fill=True, color=colour, label=label)
         below = top
     simulated = log.facts.device.startswith("sim")
-    title = "time by cause" + (" (simulated device: its speed says nothing)" if simulated else "")
+    is_parted = causes != ["compute"]
+    title = ("time by cause" if is_parted else "time per step") + (
+        " (simulated device: its speed says nothing)" if simulated else ""
+    )
     highest = max(below) or 1.0
     axes.set(
         title=title, xlabel="step", ylabel="seconds per step", xlim=(edges[0], edges[-1]), ylim=(0, 1.4 * highest)
@@ -134,8 +145,9 @@ def _time(axes: Any, log: RunLog) -> None:
     if simulated:
         axes.title.set_fontsize("medium")
     handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], loc="upper left", frameon=False, fontsize="small")
-    if "compute" not in causes:
+    if handles and is_parted:
+        axes.legend(handles[::-1], names[::-1], loc="upper left", frameon=False, fontsize="small")
+    if any(each.compute is None for each in log.times):
         axes.text(0.98, 0.98, "step time\nnot logged", transform=axes.transAxes, ha="right", va="top", size="small")
 
 
@@ -148,9 +160,20 @@ def _loss(axes: Any, log: RunLog) -> None:
             steps, losses = zip(*points, strict=True)
             colour = colours[number % len(colours)]
             axes.plot(steps, losses, color=colour, marker=marker, markersize=4, label=name.replace("_", " "))
-    if log.why_no_training_loss:
-        note = textwrap.fill(log.why_no_training_loss, 36)
-        axes.text(0.02, 0.02, note, transform=axes.transAxes, va="bottom", color="#555555", size="small")
-    axes.set(title="loss", xlabel="step", ylabel="loss")
+    names = [line.get_label() for line in axes.lines]
+    axes.set(title="training loss" if names == ["training"] else "loss", xlabel="step", ylabel="loss")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(frameon=False, fontsize="small")
+    if names != ["training"]:
+        axes.legend(frameon=False, fontsize="small")
+
+
+class _Panel(NamedTuple):
+    draw: Callable[[Any, RunLog], None]
+    width: float
+    """Inches."""
+
+
+_WIDTH, _LETTERS = 4.6, 14
+"""Inches of a panel, and letters of small text in an inch."""
+_PANELS = {"memory": _Panel(_memory, 1.25 * _WIDTH), "time": _Panel(_time, _WIDTH), "loss": _Panel(_loss, _WIDTH)}
+"""By the names of `RunLog.missing`."""
