@@ -26,6 +26,7 @@ import transformers
 import hf_l2l
 from hf_l2l import L2LConfig
 from hf_l2l.cli.main import main as main_of_cli
+from hf_l2l.cli.printed.estimate import two_digits
 from hf_l2l.plan.estimate import estimate_of
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.plan.run_shapes import RunShapes
@@ -63,12 +64,6 @@ MODELS = {
 """Name -> what it has the dimensions of, and its configuration."""
 FOUR = ("started with", "a step", "host memory, GiB")
 CARDS = ("rtx4090", "a100", "h200")
-
-
-def two_digits(value: float) -> str:
-    """What is computed with assumed figures is known no better."""
-    rounded = float(f"{value:.2g}")
-    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.1f}" if rounded >= 1 else f"{rounded:g}"
 
 
 def gib(size: int | None) -> str:

@@ -33,6 +33,14 @@ CLAIMS = (
         "bench notes of `RegiaYoung/SlideFormer`",
     ),
     Claim(
+        "LLaMA-Factory with DeepSpeed ZeRO-3 offload, measured by LLMQ's authors",
+        "1 and 4 x RTX 4090",
+        "Qwen2.5-7B; 14B, rows of 1,024, about 524k tokens a step",
+        "2,523; 1,135 tokens/s; on four cards 6,929; 2,630",
+        "yes, with clipping",
+        "README of `IST-DASLab/llmq`",
+    ),
+    Claim(
         "DeepSpeed SuperOffload",
         "GH200",
         "Qwen3-14B and others",
@@ -46,7 +54,7 @@ CLAIMS = (
         "Llama-3.1-8B",
         "4,071 tokens/s",
         "yes, with clipping",
-        "README of `ITcarrot/RoundPipe`",
+        "README of `thustorage/RoundPipe`",
     ),
     Claim(
         "RoundPipe",
@@ -54,7 +62,7 @@ CLAIMS = (
         "Llama-3.1-8B, 524k tokens a step",
         "3,142 tokens/s; 24,275 (18,888 without staleness)",
         "no: weights are a step old by default; clipping is the user's",
-        "arXiv:2604.27085 and README",
+        "arXiv:2604.27085 and README of `thustorage/RoundPipe`",
     ),
     Claim(
         "FlexTrain",
@@ -66,11 +74,19 @@ CLAIMS = (
     ),
     Claim(
         "LLMQ",
-        "RTX 4090, all state on the host",
-        "Qwen2.5-7B, bf16",
-        "1,900 tokens/s",
-        "yes, with clipping",
+        "1 and 4 x RTX 4090, all state on the host; RTX 5060 Ti, 16 GB",
+        "Qwen2.5-7B; 14B; 32B, bf16, about 524k tokens a step",
+        "2,777; 1,348 tokens/s; on four cards 10,897; 5,268; 2,208; on the 5060 Ti 889 with 7B",
+        "yes, with clipping; masters and moments are bf16",
         "README of `IST-DASLab/llmq`",
+    ),
+    Claim(
+        "KTransformers, experts computed on the CPU",
+        "one GPU and a CPU with AMX or AVX-512",
+        "Qwen3-30B-A3B; DeepSeek-V3 671B with LoRA",
+        "254 tokens/s; 40 tokens/s with 70 GB of device memory and 1.2 to 1.3 TB of host memory",
+        "not read",
+        "README of `kvcache-ai/ktransformers`",
     ),
     Claim(
         "MegaTrain",

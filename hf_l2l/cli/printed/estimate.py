@@ -34,6 +34,12 @@ class Told:
     """For bytes of host memory."""
 
 
+def two_digits(value: float) -> str:
+    """Of a time, a speed or a size that is computed: it is known no better."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+
+
 def show(options: argparse.Namespace, told: Told) -> None:
     """Print what was estimated, as text or as one JSON object, and draw it if that was asked for."""
     from hf_l2l.runtime.tensors import size_text
@@ -56,11 +62,11 @@ def show(options: argparse.Namespace, told: Told) -> None:
     if plan is not None:
         print(plan)
     elif time is not None:
-        busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.busy.items())
+        busy = ", ".join(f"{name} {two_digits(seconds)} s" for name, seconds in time.busy.items())
         alone = " of one process alone" if ranks is not None else ""
-        print(f"A step{alone} takes {time.seconds:.3g} s and is bound by {time.bound} (busy: {busy}).")
+        print(f"A step{alone} takes {two_digits(time.seconds)} s and is bound by {time.bound} (busy: {busy}).")
     if told.hidden is not None and any(told.hidden.values()):
-        texts = ", ".join(f"{what} from {count:,} tokens" for what, count in told.hidden.items() if count)
+        texts = ", ".join(f"{what} from {two_digits(count)} tokens" for what, count in told.hidden.items() if count)
         print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
     if told.fit is not None:
         _print_fit(told.fit)
@@ -109,8 +115,8 @@ def _print_fit(fit: Fits) -> None:
         if fit.budget is not None:
             seconds = each.seconds_per_step
             cells.append("" if each.device_bytes is None else size_text(each.device_bytes))
-            cells.append("" if seconds is None else f"{seconds:.3g}")
-            cells.append("" if seconds is None or fit.tokens is None else f"{fit.tokens / seconds:,.0f}")
+            cells.append("" if seconds is None else two_digits(seconds))
+            cells.append("" if seconds is None or fit.tokens is None else two_digits(fit.tokens / seconds))
         print(f"  {name:<54}{''.join(f'{cell:>12}' for cell in cells)}".rstrip())
     print(_verdict(fit))
 
@@ -126,9 +132,9 @@ def _verdict(fit: Fits) -> str:
         return f"It does not fit: at least {size_text(least)} of host memory are needed, and room on the device."
     speeds = {name: each.seconds_per_step for name, each in fitting.items() if each.seconds_per_step is not None}
     name = min(speeds, key=lambda each: (each == LORA, speeds[each])) if speeds else next(iter(fitting))
-    speed = f", {speeds[name]:.3g} s per step" if name in speeds else ""
+    speed = f", {two_digits(speeds[name])} s per step" if name in speeds else ""
     if name in speeds and fit.tokens is not None:
-        speed += f", {fit.tokens / speeds[name]:,.0f} tokens/s"
+        speed += f", {two_digits(fit.tokens / speeds[name])} tokens/s"
     if name == LORA:
         return f"It fits with adapters only (LoRA, the weights in 16 bits){speed}."
     flags = " ".join(f"--{key} {value}" for key, value in fitting[name].options.items())
