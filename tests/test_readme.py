@@ -15,7 +15,7 @@ def test_the_first_lines_are_ten():
 
 
 def test_it_is_read_in_minutes():
-    assert len(README.read_text(encoding="utf-8").split()) <= 1800
+    assert 900 <= len(README.read_text(encoding="utf-8").split()) <= 1200
 
 
 def test_its_first_block_is_a_model_that_does_not_fit():
@@ -23,32 +23,14 @@ def test_its_first_block_is_a_model_that_does_not_fit():
 
 
 def test_the_sizes_of_models_are_those_of_the_result():
-    """Without the card that the README leaves out."""
-    result = ROOT / "benchmarks" / "results" / "model_sizes_computed_202611.md"
-    of_result, of_readme = (
-        [line.strip("| \n").split(" | ") for line in file.read_text(encoding="utf-8").splitlines() if "B) | " in line]
-        for file in (result, README)
-    )
-    assert len(of_result) == 5 and [[*row[:7], row[8]] for row in of_result] == of_readme
-
-
-def test_the_figures_of_several_cards_are_those_of_the_result():
+    """Of some of them: plain with all rows at once, with one row at a time, and L2L."""
     result = (ROOT / "benchmarks" / "results" / "model_sizes_computed_202611.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`.*script.py`) \| [\d.]+ s, ([\d,]+) tokens/s \| (\d+) \|$", result, re.MULTILINE)
-    assert len(rows) == 2
-    for command, speed, host in rows:
-        assert re.search(rf"^\| {command} \|.*\| {speed}, {host} GiB \|$", README.read_text("utf-8"), re.MULTILINE)
-
-
-def test_the_figures_of_memory_are_those_of_the_result():
-    rows = (ROOT / "benchmarks" / "results" / "memory_sim_202611.md").read_text(encoding="utf-8").splitlines()
-    sizes = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:4] for row in rows if row.startswith("| ")}
-    text = README.read_text(encoding="utf-8")
-    for first, last in (("6", "384"), ("8", "256")):
-        for before, after in zip(sizes[first], sizes[last], strict=True):
-            before, after = (float(size.replace(",", "")) for size in (before, after))
-            ends = f"{before:.1f} -> {after:,.1f}" if after < 100 else f"{before:.1f} -> {after:,.0f}"
-            assert f"| {ends} |" in text
+    rows = re.findall(r"^\| (.*), computed \| (.*) GiB \| (.*) GiB \| (.*) GiB \|$", README.read_text("utf-8"), re.M)
+    assert len(rows) == 3
+    for model, *sizes in rows:
+        assert re.search(rf"^\| {re.escape(model)} \([\d.]+ B\) \| {re.escape(' | '.join(sizes))} \|", result, re.M), (
+            model
+        )
 
 
 def test_nothing_is_left_to_fill_in():
