@@ -68,8 +68,8 @@ class L2LConfig(OptionNames):
     ubatch_size: int | None = _described(
         None,
         "Rows of the device batch that run through a layer at once (the inner loop; arXiv:2002.05645, section 2.2). "
-        "An uneven last micro-batch is fine. None runs the whole device batch as one micro-batch, or, on n devices, "
-        "as 2 n.",
+        "An uneven last micro-batch is fine. None: one micro-batch of the whole device batch, or, on n devices, 2 n "
+        "micro-batches.",
     )
     stash: StashPlace = _described(
         "device",

@@ -54,7 +54,7 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate, ranks: st
         "parameter)",
         f"  Device memory = {_device_text(config, devices, need)}",
         f"  Link = {_link_text(model, config, device, layers, need)}{_in_parts(devices)}",
-        f"  Bound by = what l2l_bound says in the logs: {_bound_text(config, mode)}",
+        f"  Bottleneck = {_hidden_text(config, mode)}; l2l_bound in the logs says what it is",
     ]
     return "\n".join(lines)
 
@@ -101,17 +101,17 @@ _UPDATES: dict[Mode, str] = {
 }
 
 
-_BOUNDS: dict[Mode, str] = {
-    "serial": "nothing hides the update",
-    "deferred": "the next forward hides the update as far as it lasts, but for the shell and the first layer",
-    "eager": "the backward hides the update, but for the shell and the first layer",
+_HIDDEN: dict[Mode, str] = {
+    "serial": "updates run alone, after the backward",
+    "deferred": "updates run during the next forward, except those of {first}",
+    "eager": "updates run during the backward, except those of {first}",
 }
-"""The bottleneck as far as it is known before the run."""
+"""What of the bottleneck is known before the run."""
 
 
-def _bound_text(config: L2LConfig, mode: Mode) -> str:
-    text, on_host = _BOUNDS[mode], config.resident == "none" or config.resident_update == "host"
-    return text if on_host else text.replace("the shell and the first layer", "the first layer")
+def _hidden_text(config: L2LConfig, mode: Mode) -> str:
+    on_host = config.resident == "none" or config.resident_update == "host"
+    return _HIDDEN[mode].format(first="the shell and the first layer" if on_host else "the first layer")
 
 
 def _in_parts(devices: list[torch.device]) -> str:

@@ -29,8 +29,6 @@ SHORTER = {
     "num_train_epochs=2, per_device_train_batch_size=32, learning_rate=3e-4, logging_steps=5": (
         "max_steps=1, per_device_train_batch_size=8, logging_steps=1"
     ),
-    "num_train_epochs=1": "max_steps=1",
-    "=32, ubatch_size=8": "=8, ubatch_size=4",
     'eval_dataset=data["validation"]': 'eval_dataset=data["validation"].select(range(8))',
 }
 """What is put in the place of a setting, so that a block runs in seconds."""

@@ -36,7 +36,7 @@ weight's size is allocated or moved, unless the row says "late". An error has th
 remedy; the tables leave out the value. It names options as they were typed: here as the Trainer's arguments do
 (`l2l_boundary`, on the command line `--l2l_boundary`), and `boundary` for `L2LConfig(boundary=...)`. It is a
 `ValueError`; for an option that does not exist a `TypeError`, on a command line the parser's own error; and for a host
-without memory a `MemoryError`. What can go on without a setting goes on, with one warning.
+without memory a `MemoryError`. If training is possible without a setting, it runs without it, with one warning.
 
 Each row was provoked, on the simulated accelerator `sim:0`. `PYTHONPATH=. python tests/helpers/refusal_table.py`
 writes this page, and a test compares it with what the code says.

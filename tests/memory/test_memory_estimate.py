@@ -456,16 +456,16 @@ def told(monkeypatch, device: str, **options) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("mode", "says", "not_hidden"),
     [
-        ("serial", "in step()", "nothing hides the update"),
+        ("serial", "in step()", "updates run alone, after the backward"),
         (
             "deferred",
             "under the next forward",
-            "the next forward hides the update as far as it lasts, but for the shell and the first layer",
+            "updates run during the next forward, except those of the shell and the first layer",
         ),
         (
             "eager",
             "during the backward",
-            "the backward hides the update, but for the shell and the first layer",
+            "updates run during the backward, except those of the shell and the first layer",
         ),
     ],
 )
@@ -473,7 +473,7 @@ def test_the_summary_says_what_is_known_before_the_run(mode, says, not_hidden, d
     lines = told(monkeypatch, device, eps_update=mode, cmp=cmp)
     assert lines["Update"].startswith(f"{mode}: ") and says in lines["Update"]
     # Whether it will be compute, the link or the host update depends on the machine.
-    assert lines["Bound by"] == f"what l2l_bound says in the logs: {not_hidden}"
+    assert lines["Bottleneck"] == f"{not_hidden}; l2l_bound in the logs says what it is"
     weights = "16-bit copies" if cmp else "masters"
     if device == "cpu":
         assert (
