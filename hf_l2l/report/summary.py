@@ -71,16 +71,16 @@ def first_line(model: nn.Module, config: L2LConfig, need: MemoryEstimate, planne
     count = sum(len(stack.layers) for stack in find_stacks(model, config.layer_classes))
     where = ", ".join(map(str, devices))
     stays = {
-        f"layer{'s' * (config.resident_layers != 1)} resident": config.resident_layers,
-        "with weights kept": config.kept_weights,
-        "with graphs kept": config.kept_graphs,
+        "{} resident": config.resident_layers,
+        "weights of {} kept": config.kept_weights,
+        "graphs of {} kept": config.kept_graphs,
     }
     parts = [
         "micro-batch = batch" if config.ubatch_size is None else f"micro-batch {config.ubatch_size}",
         {"auto": "stash where there is room", "disk": "stash on disk"}.get(
             config.stash, f"stash on the {config.stash}"
         ),
-        *(f"{number} {what}" for what, number in stays.items() if number),
+        *(what.format(_layers_text(number)) for what, number in stays.items() if number),
     ]
     streamed = f"all {count} layers stay on" if config.resident == "all" else f"{count} layers streamed to"
     total = stream.least_memory(devices)
@@ -88,6 +88,10 @@ def first_line(model: nn.Module, config: L2LConfig, need: MemoryEstimate, planne
     least = f"{size_text(need.device_bytes)}{of_card} and activations"
     device = least if planned is None else f"{size_text(planned)}{of_card}"
     return f"{streamed} {where}; {', '.join(parts)}; {device}, host {size_text(need.host_bytes)}"
+
+
+def _layers_text(count: int) -> str:
+    return f"{count} layer{'s' * (count != 1)}"
 
 
 def _state_dir(config: L2LConfig) -> str | os.PathLike[str]:
@@ -128,7 +132,7 @@ def _device_text(config: L2LConfig, devices: list[torch.device], need: MemoryEst
         what = "layers with their state" if on_device else "layers without their state"
         layers = f" + {count} {what} {size_text(need.resident)}" if need.resident else ""
         layers += f" + kept weights {size_text(need.kept_weights)}" if need.kept_weights else ""
-        layers += f" + graphs of {config.kept_graphs} layers" if config.kept_graphs else ""
+        layers += f" + graphs of {_layers_text(config.kept_graphs)}" if config.kept_graphs else ""
         slots = f"slots {size_text(need.slots)} (weights of 2 layers, gradients of {config.gradient_slots})"
         if len(devices) == 1:
             return f"shell {size_text(need.shell)}{stays}{layers} + {slots}, and activations"
