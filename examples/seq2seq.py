@@ -1,5 +1,6 @@
 """Train an encoder-decoder with Seq2SeqTrainer, layer to layer, and let it generate.
 
+pip install ".[demo]"
 python examples/seq2seq.py                                     # a tiny T5 on the demo set, without the Hub
 python examples/seq2seq.py --model google/flan-t5-xl --cmp bf16 --stash host --learning_rate 1e-4
 

@@ -1,5 +1,6 @@
 """Fine-tune a causal language model with TRL's SFTTrainer, layer to layer.
 
+pip install ".[demo]" trl
 python examples/sft_trl.py                             # a tiny model on the demo set, without the Hub
 python examples/sft_trl.py --model Qwen/Qwen2.5-7B --data trl-lib/Capybara --cmp bf16 --stash host \
     --per_device_train_batch_size 32 --ubatch_size 4   # the device holds one layer of the model at a time
