@@ -26,7 +26,7 @@ PYTHON = [block for file in DOCUMENTS for block in blocks(file, "python")]
 BASH = [block for file in DOCUMENTS for block in blocks(file, "bash")]
 
 SHORTER = {
-    "num_train_epochs=2, per_device_train_batch_size=32, learning_rate=3e-4, logging_steps=5": (
+    "num_train_epochs=2, per_device_train_batch_size=32, learning_rate=2e-4, logging_steps=5": (
         "max_steps=1, per_device_train_batch_size=8, logging_steps=1"
     ),
     'eval_dataset=data["validation"]': 'eval_dataset=data["validation"].select(range(8))',
