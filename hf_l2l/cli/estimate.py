@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 ROWS = "per_device_train_batch_size"
 STEPS = "gradient_accumulation_steps"
 OF_TRAINER = (ROWS, STEPS, "optim", "bf16")
-NUMBERS = ("params", "layers", "hidden", "vocab")
+NUMBERS = {"params": "8e9", "layers": "32", "hidden": "4096", "vocab": "128256"}
+"""Flags that describe a decoder without a configuration, each with an example."""
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +40,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--class", dest="model_class", metavar="CLASS", help="the class of the model in transformers")
     parser.add_argument("--trust-remote-code", action="store_true", help="let code that comes with the model run")
-    for name in NUMBERS:
-        parser.add_argument(f"--{name}", type=_number, metavar="N", help=f"{name} of a decoder, such as 8e9 or 32")
+    for name, example in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=_number, metavar="N", help=f"{name} of a decoder, such as {example}")
     _add(parser, ROWS, type=int, default=8, metavar="ROWS", help="rows of the device batch (default: 8)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a row; without it, at most 512")
     parser.add_argument(

@@ -58,7 +58,7 @@ def show(options: argparse.Namespace, told: Told) -> None:
     _print_phases(found)
     for name, each in found.largest.items():
         size = f"{count_text(each.parameters)} parameters in {each.layers} layers" if each.layers else "no layer fits"
-        print(f"The largest such model with {name}: {size}.")
+        print(f"The largest such model with {name}, all of its state on the host: {size}.")
     if plan is not None:
         print(plan)
     elif time is not None:
