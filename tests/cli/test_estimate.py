@@ -274,7 +274,10 @@ def test_the_device_of_the_figures_decides_where_the_stash_is(tmp_path, capsys, 
 def test_the_largest_model(tmp_path, capsys):
     found = estimated(capsys, tmp_path, "--host-memory", "64GiB", "--json").json["largest"]
     assert all(each["parameters"] > each["layers"] > 0 for each in found.values())
-    assert "with LoRA, 16-bit base: " in estimated(capsys, tmp_path, "--host-memory", "64GiB").out
+    assert (
+        "with LoRA, 16-bit base, all of its state on the host: "
+        in estimated(capsys, tmp_path, "--host-memory", "64GiB").out
+    )
 
 
 def test_a_plan_keeps_within_the_budget(tmp_path, capsys, machine):
