@@ -1,0 +1,352 @@
+"""Small defects put into the code one at a time, to see that the tests find them.
+
+    python tests/helpers/mutants.py draw              # the list: tests/mutants/list.json
+    python tests/helpers/mutants.py run old FOLDER    # which are found; goes on where it stopped
+    python tests/helpers/mutants.py table             # found by each suite
+
+FOLDER has what runs of the suite have left: in each `*.coverage` the tests that reach each line, in the `*.xml` beside
+it how long they took (pytest-cov with `--cov=hf_l2l --cov-branch --cov-context=test --junitxml=FILE`). A mutant is run
+against the tests that reach its line, the quickest first, up to the first that fails, in a copy of the checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests" / "mutants"
+LIST = FOLDER / "list.json"
+SEED = 58
+COUNTS = {
+    **{"engine": 14, "eps": 12, "checkpoint": 12, "device": 8, "stash": 8, "optim": 8, "rows": 6, "logits": 6},
+    **{"shared_eps": 6, "model": 6, "hf": 6, "runtime": 5, "plan": 5, "memory": 5, "budget": 3, "accumulation": 3},
+    **{"ranks": 3, "state_tier": 2, "realtime": 2},
+}
+"""Mutants of each package."""
+WAITS = {"wait", "wait_event", "wait_stream", "wait_for", "synchronize", "record", "record_event", "record_stream"}
+SYNCS = {"fsync", "flush", "sync"}
+COPIES = {"clone", "copy", "detach", "contiguous", "copy_", "deepcopy"}
+SAYS = {"add_note", "warn", "warning", "info", "debug", "print", "tell", "simplefilter", "filterwarnings"}
+WEIGHTS = {"wait left out": 4, "file not synced": 4, "digest not compared": 4, "copy not made": 2, "call left out": 1}
+"""Of kinds, where others have 2: what is rare, and costs most, is drawn more often."""
+TURNED: dict[type, type] = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
+}
+FACTORS: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
+FACTORS[ast.FloorDiv] = ast.Mult
+SLOWEST = 900
+"""Seconds after which the tests of a mutant are ended: it has made one of them wait forever, which finds it."""
+AT_ONCE = (25, 200, 10**6)
+"""So many tests are run at once: few at first."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A defect: what of a line is put in the place of what."""
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    kind: str
+    before: str
+    after: str
+
+    @property
+    def name(self) -> str:
+        """For results."""
+        return f"{self.file}:{self.line}:{self.column} {self.kind}"
+
+    def applied(self, text: str) -> str:
+        """The text of the file with it."""
+        lines = text.splitlines(keepends=True)
+        start = sum(len(line.encode()) for line in lines[: self.line - 1]) + self.column
+        end = sum(len(line.encode()) for line in lines[: self.end_line - 1]) + self.end_column
+        data = text.encode()
+        assert data[start:end].decode() == self.before, f"{self.name}: the code has changed"
+        return (data[:start] + self.after.encode() + data[end:]).decode()
+
+
+def candidates(file: Path) -> Iterator[Mutant]:
+    """All defects that a file can have."""
+    text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    name = str(file.relative_to(ROOT))
+    told = {node for each in ast.walk(tree) if isinstance(each, _TELLS) for node in ast.walk(each)}
+
+    def mutant(node: ast.expr | ast.stmt, kind: str, after: str) -> Mutant:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        before = ast.get_source_segment(text, node)
+        assert before is not None
+        return Mutant(name, node.lineno, node.col_offset, node.end_lineno, node.end_col_offset, kind, before, after)
+
+    for node in ast.walk(tree):
+        if node in told:
+            continue
+        for kind, after in _defects(node):
+            assert isinstance(node, ast.expr | ast.stmt)
+            yield mutant(node, kind, after)
+
+
+_TELLS = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.Import, ast.ImportFrom)
+"""What says something, or declares it: no behaviour."""
+
+
+def _defects(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The kinds of defects that a node can have, each with the code of it."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called = node.value.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        kind = "wait left out" if name in WAITS else "file not synced" if name in SYNCS else "call left out"
+        if name not in SAYS:
+            yield ("copy not made" if name in COPIES else kind), "pass"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COPIES:
+        if not node.args or node.func.attr == "deepcopy":
+            yield "copy not made", ast.unparse(node.args[0] if node.args else node.func.value)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in TURNED:
+        other = copy.deepcopy(node)
+        other.ops = [TURNED[type(node.ops[0])]()]
+        digest = re.search(r"digest|sha\d|checksum", ast.unparse(node)) is not None
+        yield ("digest not compared" if digest else "condition turned"), f"({ast.unparse(other)})"
+    if isinstance(node, ast.BoolOp):
+        other_op = ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+        yield "condition turned", f"({ast.unparse(other_op)})"
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "condition turned", f"({ast.unparse(node.operand)})"
+    if isinstance(node, ast.BinOp) and type(node.op) in FACTORS and not _is_text(node):
+        yield "factor wrong", f"({ast.unparse(ast.BinOp(node.left, FACTORS[type(node.op)](), node.right))})"
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        inside = node.slice
+        if isinstance(inside, ast.Constant) and isinstance(inside.value, int):
+            other_place = ast.Subscript(node.value, ast.Constant(inside.value + 1), ast.Load())
+            yield "index off by one", ast.unparse(other_place)
+        if isinstance(inside, ast.Slice) and isinstance(inside.upper, ast.expr):
+            upper = ast.BinOp(inside.upper, ast.Sub(), ast.Constant(1))
+            yield (
+                "index off by one",
+                ast.unparse(ast.Subscript(node.value, ast.Slice(inside.lower, upper, inside.step), ast.Load())),
+            )
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "range"
+        and len(node.args) == 1
+    ):
+        yield "index off by one", f"range({ast.unparse(node.args[0])} - 1)"
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    """Whether it may join texts, lists or paths."""
+    if isinstance(node.op, ast.Div) and re.search(r"path|folder|dir|name|file|root", ast.unparse(node), re.IGNORECASE):
+        return True
+    parts = (node.left, node.right)
+    return any(isinstance(each, ast.JoinedStr | ast.List | ast.Tuple) for each in parts) or any(
+        isinstance(each, ast.Constant) and not isinstance(each.value, int | float) for each in parts
+    )
+
+
+def draw() -> list[Mutant]:
+    """Of each package as many as `COUNTS` says: first a kind of those that occur, then one of that kind."""
+    draws, found = random.Random(SEED), []
+    for package, count in COUNTS.items():
+        by_kind: dict[str, list[Mutant]] = {}
+        for file in sorted((ROOT / "hf_l2l" / package).rglob("*.py")):
+            for each in candidates(file):
+                by_kind.setdefault(each.kind, []).append(each)
+        taken: list[Mutant] = []
+        while len(taken) < count:
+            kinds = sorted(by_kind)
+            [kind] = draws.choices(kinds, [WEIGHTS.get(kind, 2) for kind in kinds])
+            each = by_kind[kind].pop(draws.randrange(len(by_kind[kind])))
+            if not by_kind[kind]:
+                del by_kind[kind]
+            if all((each.file, each.line) != (other.file, other.line) for other in taken):
+                taken.append(each)
+        found += taken
+    return found
+
+
+def listed() -> list[Mutant]:
+    """Those that were drawn."""
+    return [Mutant(**each) for each in json.loads(LIST.read_text(encoding="utf-8"))]
+
+
+# ---- which tests reach a line
+
+
+def tests_of(runs: Path, mutant: Mutant) -> set[str]:
+    """The names of tests that reach the lines of a mutant, and "" where a process that they started does."""
+    lines, found = range(mutant.line, mutant.end_line + 1), set()
+    for coverage in runs.glob("*.coverage"):
+        with sqlite3.connect(coverage) as data:
+            for [path] in data.execute("select id from file where path like ?", (f"%/{mutant.file}",)).fetchall():
+                reached = data.execute(
+                    "select distinct context.context from arc join context on context.id = arc.context_id where "
+                    "file_id = ? and (fromno between ? and ? or tono between ? and ?)",
+                    (path, lines[0], lines[-1], lines[0], lines[-1]),
+                )
+                found |= {context.partition("|")[0] for [context] in reached}
+    return found
+
+
+def seconds_of(runs: Path) -> dict[str, float]:
+    """How long each test took."""
+    cases = [case for file in runs.glob("*.xml") for case in ElementTree.parse(file).iter("testcase")]
+    return {
+        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": float(case.get("time", 1))
+        for case in cases
+    }
+
+
+STARTED = ("tests/ranks", "tests/checkpoint", "tests/realtime", "tests/state_tier", "tests/sim/test_ranks.py")
+"""Where tests start processes of their own, for lines that only those reach."""
+
+
+def run_one(mutant: Mutant, tests: Set[str], seconds: dict[str, float], checkout: Path) -> dict[str, object]:
+    """Whether the tests find a mutant in `checkout`, which one does, and how many were run."""
+    file = checkout / mutant.file
+    whole = file.read_text(encoding="utf-8")
+    begun, ran = time.monotonic(), 0
+    order = sorted((each for each in tests if each), key=lambda each: seconds.get(each, 1.0))
+    if "" in tests:
+        package = mutant.file.split("/")[1]
+        order += [each for each in (*STARTED, f"tests/{package}") if (checkout / each).exists()]
+    while order:
+        most = next(most for most in AT_ONCE if ran < most)
+        is_sim = order[0].startswith("tests/sim")  # they have processes of their own
+        some = [each for each in order[:most] if each.startswith("tests/sim") == is_sim]
+        try:
+            file.write_text(mutant.applied(whole), encoding="utf-8")
+            found = _first_failure(some, checkout)
+        finally:
+            file.write_text(whole, encoding="utf-8")
+        if found is not None and "::" in found and _first_failure([found], checkout) is not None:
+            order.remove(found)  # it fails without the mutant, too
+            continue
+        ran += len(some)
+        order = [each for each in order if each not in some]
+        if found is not None:
+            return {"found": True, "by": found, "ran": ran, "seconds": round(time.monotonic() - begun)}
+    return {"found": False, "by": None, "ran": ran, "seconds": round(time.monotonic() - begun)}
+
+
+def _first_failure(tests: Sequence[str], checkout: Path) -> str | None:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as names:
+        names.write("\n".join(tests))
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not gpu",
+    ]
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    }
+    try:
+        ran = subprocess.run(
+            [*words, f"@{names.name}"],
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SLOWEST,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "a test that does not end"
+    finally:
+        Path(names.name).unlink()
+    if ran.returncode in (0, 5):  # passed, or all of them are for other tiers
+        return None
+    failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0].split(" ", 1)[1] if failed else f"exit code {ran.returncode}"
+
+
+def run(suite: str, runs: Path, share: tuple[int, int]) -> None:
+    """Run the mutants that have no result yet; `share` is which of how many parts of them."""
+    results = FOLDER / f"{suite}.jsonl"
+    known = {row["name"] for row in rows_of(results)} if results.exists() else set()
+    seconds = seconds_of(runs)
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Path(folder) / "checkout"
+        git = ("git", "-C", str(ROOT), "worktree")
+        subprocess.run([*git, "add", "--quiet", "--detach", str(checkout)], check=True)
+        try:
+            for each in listed()[share[0] :: share[1]]:
+                if each.name not in known:
+                    row = {"name": each.name, **run_one(each, tests_of(runs, each), seconds, checkout)}
+                    with results.open("a", encoding="utf-8") as file:
+                        file.write(f"{json.dumps(row)}\n")
+                    print(row, flush=True)
+        finally:
+            subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
+
+
+def rows_of(results: Path) -> list[dict[str, Any]]:
+    """What is known of each mutant that was run."""
+    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+
+
+def table() -> str:
+    """How many each suite finds, by package, in markdown."""
+    suites = {file.stem: rows_of(file) for file in sorted(FOLDER.glob("*.jsonl"), reverse=True)}
+    found = {suite: {row["name"] for row in rows if row["found"]} for suite, rows in suites.items()}
+    ran = {suite: {row["name"] for row in rows} for suite, rows in suites.items()}
+    lines = [f"| package | mutants | {' | '.join(f'found by {suite}' for suite in suites)} |"]
+    lines.append("| --- " * (2 + len(suites)) + "|")
+    for package in COUNTS:
+        names = [each.name for each in listed() if each.file.startswith(f"hf_l2l/{package}/")]
+        cells = [
+            f"{sum(name in found[s] for name in names)} of {sum(name in ran[s] for name in names)}" for s in suites
+        ]
+        lines.append(f"| {package} | {len(names)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw, run or tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("draw")
+    running = commands.add_parser("run")
+    running.add_argument("suite", help="the name of the results: old or new")
+    running.add_argument("runs", type=Path, metavar="FOLDER")
+    running.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("WHICH", "OF"))
+    commands.add_parser("table")
+    given = parser.parse_args(arguments)
+    if given.command == "draw":
+        LIST.parent.mkdir(exist_ok=True)
+        LIST.write_text(json.dumps([asdict(each) for each in draw()], indent=1) + "\n", encoding="utf-8")
+    elif given.command == "run":
+        run(given.suite, given.runs, tuple(given.share))
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
