@@ -273,7 +273,7 @@ def page() -> str:
         "## What others publish",
         *table(head, published.CLAIMS),
         "Tokens a step decide much of such a figure: with more of them, the same weights travel less often per token.",
-        "Ours are computed with 16,384 tokens a step where nothing else is said.",
+        "What is computed for this package (README, docs/memory_needs.md) says how many tokens a step has.",
         "",
         "What the cost model expects of this package on an RTX 4090 and an H200, computed and not measured, is in",
         "[docs/budget_curve.md](budget_curve.md).",

@@ -26,11 +26,11 @@ import transformers
 import hf_l2l
 from hf_l2l import L2LConfig
 from hf_l2l.cli.main import main as main_of_cli
-from hf_l2l.cli.printed.estimate import two_digits
 from hf_l2l.plan.estimate import estimate_of
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.probe.cards import card_named
+from hf_l2l.runtime.tensors import two_digits
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.sizing.capacity import LORA, SETTINGS
 from hf_l2l.sizing.fit import fits

@@ -24,7 +24,7 @@ _TESTED_PYTHON = (3, 13)
 
 def _check_versions(tested: dict[str, tuple[str, str]], python: tuple[int, ...] = sys.version_info[:2]) -> None:
     """Raise ImportError if an installed package is too old, and warn once of what is newer than what was tested."""
-    newer, known = [], []
+    newer, remedies = [], []
     for package, (lowest, highest) in tested.items():
         found = _Version(_version(package))
         if found < _Version(lowest):
@@ -34,16 +34,17 @@ def _check_versions(tested: dict[str, tuple[str, str]], python: tuple[int, ...] 
             )
         if found.release[:2] > _Version(highest).release:
             newer.append(f"{package} {found} (tested: {lowest} to {highest})")
-            known.append(f"'{package}=={highest}.*'")
+            remedies.append(f"pip install '{package}=={highest}.*'")
     if python > _TESTED_PYTHON:
-        newer.append(f"Python {'.'.join(map(str, python))} (tested: 3.11 to {'.'.join(map(str, _TESTED_PYTHON))})")
-    _warn_once(", ".join(newer), " ".join(known))
+        highest = ".".join(map(str, _TESTED_PYTHON))
+        newer.append(f"Python {'.'.join(map(str, python))} (tested: 3.11 to {highest})")
+        remedies.append(f"use Python {highest}")
+    _warn_once(", ".join(newer), ", and ".join(remedies))
 
 
 @cache
-def _warn_once(newer: str, known: str) -> None:
+def _warn_once(newer: str, remedy: str) -> None:
     if newer:
-        remedy = f"pip install {known}" if known else "take an older Python"
         warnings.warn(
             f"hf_l2l {__version__} has not been tested with {newer}; it will be tried. If something fails: {remedy}",
             stacklevel=4,

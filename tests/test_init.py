@@ -139,7 +139,8 @@ def test_a_newer_version_is_tried_with_one_warning(monkeypatch):
     hf_l2l._warn_once.cache_clear()
     with pytest.warns(
         UserWarning,
-        match=r"not been tested with torch 2\.14\.0 \(tested: 2\.11 to 2\.13\), Python 3\.99 .*'torch==2\.13\.\*'",
+        match=r"not been tested with torch 2\.14\.0 \(tested: 2\.11 to 2\.13\), Python 3\.99 .*"
+        r"something fails: pip install 'torch==2\.13\.\*', and use Python 3\.13",
     ):
         hf_l2l._check_versions({"torch": ("2.11", "2.13")}, python=(3, 99))
     with warnings.catch_warnings():

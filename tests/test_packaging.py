@@ -134,7 +134,8 @@ def test_links_of_the_readme_work_on_the_index(metadata: Message) -> None:
     assert {"https"} == {link.partition(":")[0] for link in links}
     for link in links:
         if "github" in link:
-            places = (f"https://github.com/{home}/blob/main/", f"https://raw.githubusercontent.com/{home}/main/")
+            pages = (f"https://github.com/{home}/{kind}/main/" for kind in ("blob", "tree"))
+            places = (*pages, f"https://raw.githubusercontent.com/{home}/main/")
             [rest] = [link.removeprefix(place) for place in places if link.startswith(place)]
             assert (ROOT / rest.partition("#")[0]).exists()
     assert metadata["Description-Content-Type"] == "text/markdown"

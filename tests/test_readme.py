@@ -33,6 +33,17 @@ def test_the_sizes_of_models_are_those_of_the_result():
         )
 
 
+def test_the_figures_of_memory_are_those_of_the_result():
+    rows = (ROOT / "benchmarks" / "results" / "memory_sim_202611.md").read_text(encoding="utf-8").splitlines()
+    sizes = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:4] for row in rows if row.startswith("| ")}
+    text = (ROOT / "docs" / "memory_needs.md").read_text(encoding="utf-8")
+    for first, last in (("6", "384"), ("8", "256")):
+        for before, after in zip(sizes[first], sizes[last], strict=True):
+            before, after = (float(size.replace(",", "")) for size in (before, after))
+            ends = f"{before:.1f} -> {after:,.1f}" if after < 100 else f"{before:.1f} -> {after:,.0f}"
+            assert f"| {ends} |" in text
+
+
 def test_nothing_is_left_to_fill_in():
     assert re.findall(r"^[A-Z_]{4,}$", README.read_text(encoding="utf-8"), re.MULTILINE) == []
 

@@ -158,8 +158,13 @@ def test_the_table_of_glue_has_mean_and_spread(tmp_path):
     lines = soak_glue.document(rows[:1]).splitlines()
     assert f"| Trainer, fp32 | 50.00 |{' not run |' * 5}" in lines
     pytest.importorskip("matplotlib")
-    soak_glue.picture(rows[:20], tmp_path / "curves.png")
+    soak_glue.picture(rows, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    axes = soak_glue.figure_of(rows).axes[0]
+    assert [list(line.get_ydata())[-1] for line in axes.lines] == pytest.approx([60.0] * 3)  # the mean of three
+    bands = [band.get_paths()[0].vertices[:, 1] for band in axes.collections]
+    assert [(band.min(), band.max()) for band in bands] == [pytest.approx((25.0, 70.0))] * 3
+    assert len(soak_glue.figure_of(rows[:1]).axes[0].lines) == 1
 
 
 @needs_datasets

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.plan.planner import Plan
-from hf_l2l.runtime.tensors import size_text
+from hf_l2l.runtime.tensors import size_text, two_digits
 
 _FIRST, _LAST = 3, 20
 """The first steps allocate, and choose kernels. The median is of those after them: an evaluation or a checkpoint
@@ -47,10 +47,8 @@ class PlanWatch:
         """The time of a step, and the most bytes of the device, beside the planned ones."""
         device = self._report().get("device")
         held = "" if device is None else f", {size_text(device['total']['peak'])} of the device at the peak"
-        return (
-            f"measured in {_LAST} steps: {seconds:.3g} s per step{held} (planned: {self._plan.time.seconds:.3g} s, "
-            f"{size_text(self._plan.peak_bytes)})"
-        )
+        planned = f"{two_digits(self._plan.time.seconds)} s, {size_text(self._plan.peak_bytes)}"
+        return f"measured in {_LAST} steps: {seconds:.3g} s per step{held} (planned: {planned})"
 
     @contextmanager
     def evaluates(self, warn: Callable[[str], None], rows: int) -> Iterator[None]:

@@ -367,7 +367,7 @@ def _run(options: argparse.Namespace) -> int:
 COMMAND = Command(
     "estimate",
     "the memory of a training before the run, and with figures of a machine its time and the best options",
-    "estimate meta-llama/Llama-3.1-8B --tokens 2048 --cmp bf16 --card rtx4090 --host-memory 64GiB",
+    "estimate Qwen/Qwen2.5-7B --tokens 2048 --cmp bf16 --card rtx4090 --host-memory 64GiB",
     _add_flags,
     _run,
 )

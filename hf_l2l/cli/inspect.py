@@ -81,7 +81,7 @@ def _size_text(size: Size) -> str:
 COMMAND = Command(
     "inspect",
     "show the layer stacks of a model, what is outside them, ties and bytes, from its config alone",
-    "inspect meta-llama/Llama-3.1-8B --json",
+    "inspect Qwen/Qwen2.5-7B --json",
     _add_flags,
     _run,
 )

@@ -21,7 +21,7 @@ from hf_l2l.pipeline.times import step_time as pipeline_time
 from hf_l2l.plan.device_bytes import Bytes
 from hf_l2l.plan.run_shapes import Costs, RunShapes
 from hf_l2l.plan.step_time import Rates, StepTime, pipelined, step_time
-from hf_l2l.runtime.tensors import size_text
+from hf_l2l.runtime.tensors import size_text, two_digits
 
 _KINDS = ("resident", "resident_layers", "kept_weights", "kept_graphs", "device_stash")
 """Options that keep more on the device."""
@@ -85,9 +85,8 @@ class Plan:
         with_disk = ", if the disk with masters and moments keeps up" if self.config.state_tier == "disk" else ""
         return (
             f"plan for {size_text(self.budget)} of device memory: {names or 'the options as they are'}{together}; "
-            "expected: "
-            f"{size_text(self.peak_bytes)} at the peak (in the {self.phase}), {self.time.seconds:.3g} s per step, "
-            f"bound by {self.time.bound}{with_disk}"
+            f"expected: {size_text(self.peak_bytes)} at the peak (in the {self.phase}), "
+            f"{two_digits(self.time.seconds)} s per step, bound by {self.time.bound}{with_disk}"
         )
 
 

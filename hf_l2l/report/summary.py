@@ -1,4 +1,4 @@
-"""The summary that training logs at its start: layers, shell, device, updates, memory and the expected bottleneck."""
+"""The summary that training logs at its start: layers, shell, device, updates and memory."""
 
 from __future__ import annotations
 
@@ -48,13 +48,12 @@ def summary(model: nn.Module, config: L2LConfig, need: MemoryEstimate, ranks: st
         f"  Micro-batches = {_ubatch_text(config, len(devices))}",
         f"  Stash = {_stash_text(config, device)}",
         *([f"  State = {size_text(need.on_disk)} on disk in {_state_dir(config)}"] if need.on_disk else []),
-        f"  Update = {_UPDATES[mode]}",
+        f"  Update = {_update_text(config, mode)}",
         f"  Precision = {_precision_text(config, device)}",
         f"  Host memory = {kinds_text(need, ' + ')} ({need.host_bytes / sum(p.numel() for p in places):.1f} bytes per "
         "parameter)",
         f"  Device memory = {_device_text(config, devices, need)}",
         f"  Link = {_link_text(model, config, device, layers, need)}{_in_parts(devices)}",
-        f"  Bottleneck = {_hidden_text(config, mode)}; l2l_bound in the logs says what it is",
     ]
     return "\n".join(lines)
 
@@ -100,22 +99,14 @@ def _state_dir(config: L2LConfig) -> str | os.PathLike[str]:
 
 _UPDATES: dict[Mode, str] = {
     "serial": "serial: the optimizer updates all layers on the host, in step()",
-    "deferred": "deferred: the host updates layer by layer in the background, under the next forward",
-    "eager": "eager: the host updates layer by layer in the background, during the backward",
+    "deferred": "deferred: the host updates layer by layer during the next forward, and {first} before it",
+    "eager": "eager: the host updates layer by layer during the backward, and {first} after it",
 }
 
 
-_HIDDEN: dict[Mode, str] = {
-    "serial": "updates run alone, after the backward",
-    "deferred": "updates run during the next forward, except those of {first}",
-    "eager": "updates run during the backward, except those of {first}",
-}
-"""What of the bottleneck is known before the run."""
-
-
-def _hidden_text(config: L2LConfig, mode: Mode) -> str:
+def _update_text(config: L2LConfig, mode: Mode) -> str:
     on_host = config.resident == "none" or config.resident_update == "host"
-    return _HIDDEN[mode].format(first="the shell and the first layer" if on_host else "the first layer")
+    return _UPDATES[mode].format(first="the shell and the first layer" if on_host else "the first layer")
 
 
 def _in_parts(devices: list[torch.device]) -> str:

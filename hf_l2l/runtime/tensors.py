@@ -28,6 +28,12 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+def two_digits(value: float) -> str:
+    """A time, a speed or a size that is computed, as text: it is known no better."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+
+
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of all elements of `tensors`; those of a quantized tensor are the bytes of its parts."""
     return sum(part.numel() * part.element_size() for t in tensors for part in parts_of(t))

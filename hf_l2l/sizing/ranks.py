@@ -13,7 +13,7 @@ from hf_l2l.pipeline.hosts import HostsLoad, backward_seconds, hosts_seconds
 from hf_l2l.pipeline.ranks import HostBytes, RanksTime, ranks_time
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates, pipelined
-from hf_l2l.runtime.tensors import size_text
+from hf_l2l.runtime.tensors import size_text, two_digits
 
 LEAST_SLOT = 2**16
 """Bytes of a slot for gradients of small models."""
@@ -214,11 +214,12 @@ def sentences(found: Together, launch: Launch) -> Iterator[str]:
         where = f"{found.hosts} hosts with {found.ranks} ranks each" if found.hosts > 1 else f"{found.ranks} ranks"
         where += f", each with {launch.devices} devices that run its layers in turn," if launch.devices > 1 else ""
         yield (
-            f"A step of {where} takes {found.seconds_per_step:.3g} s, with {found.times_as_many:.1f} times the rows "
-            f"per second of one rank; what takes longest is {found.bound}. {size_text(found.moved_bytes or 0)} pass "
-            "through the memory of a host in a step."
+            f"A step of {where} takes {two_digits(found.seconds_per_step)} s, with "
+            f"{found.times_as_many:.1f} times the rows per second of one rank; what takes longest is {found.bound}. "
+            f"{size_text(found.moved_bytes or 0)} pass through the memory of a host in a step."
         )
     if found.network_seconds is not None:
-        yield f"What passes between hosts in a step takes {found.network_seconds:.3g} s of the network of each."
+        seconds = two_digits(found.network_seconds)
+        yield f"What passes between hosts in a step takes {seconds} s of the network of each."
     if found.moved_bytes is not None and found.seconds_per_step is None:
         yield "The time of a step of several hosts depends on their network: give --network."

@@ -9,6 +9,7 @@ from hf_l2l.config import L2LConfig
 from hf_l2l.pipeline.times import step_time
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates, pipelined
+from hf_l2l.runtime.tensors import two_digits
 
 
 def several_devices(run: RunShapes, config: L2LConfig, rates: Rates) -> list[str]:
@@ -26,12 +27,13 @@ def several_devices(run: RunShapes, config: L2LConfig, rates: Rates) -> list[str
         for each in (outside, *layers)
     ]
     parallel = step_time(part[1:], part[0], 1, max(1, costs.ubatches // count), **options)
+    times = [two_digits(each.seconds) for each in (found, one, parallel)]
     notes = [
-        f"{count} devices run the layers in turn, with {costs.ubatches} micro-batches: a step takes "
-        f"{found.seconds:.3g} s where one takes {one.seconds:.3g} s, {one.seconds / found.seconds:.1f} times as long; "
-        f"they are idle for {found.idle:.0%} of the sweeps. Each link carries one part in {count} of the weights.",
-        f"As many devices with all layers each (data parallel, not in one process) would take {parallel.seconds:.3g} "
-        "s and the time of adding their gradients.",
+        f"{count} devices run the layers in turn, with {costs.ubatches} micro-batches: a step takes {times[0]} s "
+        f"where one takes {times[1]} s, {one.seconds / found.seconds:.1f} times as long; they are idle for {found.idle:.0%} "
+        f"of the sweeps. Each link carries one part in {count} of the weights.",
+        f"As many devices with all layers each (data parallel, not in one process) would take {times[2]} s and the "
+        "time of adding their gradients.",
     ]
     if rates.per_call:
         slowest = max(layer.forward for layer in layers) / costs.ubatches

@@ -231,6 +231,11 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def picture(rows: Rows, file: Path) -> None:
+    """Write `figure_of` into a file."""
+    figure_of(rows).savefig(file, dpi=110)
+
+
+def figure_of(rows: Rows) -> Any:
     """The curves on the validation rows, as the paper's figure 4: the mean of the seeds, and from the lowest to the
     highest of them."""
     from matplotlib.figure import Figure
@@ -259,4 +264,4 @@ def picture(rows: Rows, file: Path) -> None:
     )
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(METHODS), fontsize=9, frameon=False)
-    figure.savefig(file, dpi=110)
+    return figure

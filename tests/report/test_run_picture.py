@@ -276,6 +276,12 @@ def test_a_legend_has_what_occurs():
     assert (legend_of(losses), losses.get_title()) == (["training", "eval loss"], "loss")
 
 
+def test_times_without_any_are_no_panel():
+    log = log_of([loss(1)], [row(1, l2l_wait_upload_s=0.0, l2l_wait_download_s=0.0, l2l_wait_eps_s=0.0)])
+    assert log.missing["time"] == "the step time was not logged, and nothing was waited for"
+    assert [axes.get_title() for axes in drawn(log).axes] == ["training loss"]
+
+
 def test_rows_of_steps_that_the_state_does_not_have_are_left_out():
     memory = {"host": {"total": {"now": 1, "peak": 7}}}
     rows = [row(2), row(3), {"step": 4, "memory": memory}, row(6), {"step": 6, "memory": {}}]

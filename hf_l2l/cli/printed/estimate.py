@@ -34,15 +34,9 @@ class Told:
     """For bytes of host memory."""
 
 
-def two_digits(value: float) -> str:
-    """Of a time, a speed or a size that is computed: it is known no better."""
-    rounded = float(f"{value:.2g}")
-    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
-
-
 def show(options: argparse.Namespace, told: Told) -> None:
     """Print what was estimated, as text or as one JSON object, and draw it if that was asked for."""
-    from hf_l2l.runtime.tensors import size_text
+    from hf_l2l.runtime.tensors import size_text, two_digits
 
     found, time, plan, ranks = told.estimate, told.time, told.plan, told.ranks
     if options.plot:
@@ -67,7 +61,7 @@ def show(options: argparse.Namespace, told: Told) -> None:
         print(f"A step{alone} takes {two_digits(time.seconds)} s and is bound by {time.bound} (busy: {busy}).")
     if told.hidden is not None and any(told.hidden.values()):
         texts = ", ".join(f"{what} from {two_digits(count)} tokens" for what, count in told.hidden.items() if count)
-        print(f"The layers compute as long as what runs beside them takes: {texts} per step.")
+        print(f"Computation hides what runs beside it: {texts} per step.")
     if told.fit is not None:
         _print_fit(told.fit)
 
@@ -104,7 +98,7 @@ def _as_object(options: argparse.Namespace, told: Told) -> dict[str, Any]:
 
 def _print_fit(fit: Fits) -> None:
     """A table of what the model takes with each setting, and whether that fits."""
-    from hf_l2l.runtime.tensors import size_text
+    from hf_l2l.runtime.tensors import size_text, two_digits
 
     device = "" if fit.budget is None else f" and {size_text(fit.budget)} of the device"
     print(f"Does it fit {size_text(fit.host_memory)} of host memory{device}?")
@@ -123,7 +117,7 @@ def _print_fit(fit: Fits) -> None:
 
 def _verdict(fit: Fits) -> str:
     """The answer in one sentence."""
-    from hf_l2l.runtime.tensors import size_text
+    from hf_l2l.runtime.tensors import size_text, two_digits
     from hf_l2l.sizing.capacity import LORA
 
     fitting = {name: each for name, each in fit.by_setting.items() if each.fits}

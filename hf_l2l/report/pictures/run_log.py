@@ -117,7 +117,9 @@ class RunLog:
         memory = _last_report(rows, steps).get("memory")
         # Times are logged with losses: a run without losses does not tell whether it has times.
         is_open = not losses and without_times == NOT_OF_L2L
-        if not times:
+        if times and not any(each.upload or each.download or each.eps or each.compute for each in times):
+            times, missing["time"] = [], "the step time was not logged, and nothing was waited for"
+        elif not times:
             missing["time"] = _no_loss(steps) if is_open else without_times
         if memory is None:
             missing["memory"] = MEMORY_COMES_LATER if times else MEMORY_MAY_COME if is_open else without_times
