@@ -30,8 +30,8 @@ def several_devices(run: RunShapes, config: L2LConfig, rates: Rates) -> list[str
     times = [two_digits(each.seconds) for each in (found, one, parallel)]
     notes = [
         f"{count} devices run the layers in turn, with {costs.ubatches} micro-batches: a step takes {times[0]} s "
-        f"where one takes {times[1]} s, {one.seconds / found.seconds:.1f} times as long; they are idle for {found.idle:.0%} "
-        f"of the sweeps. Each link carries one part in {count} of the weights.",
+        f"where one takes {times[1]} s, {one.seconds / found.seconds:.1f} times as long; they are idle for "
+        f"{found.idle:.0%} of the sweeps. Each link carries one part in {count} of the weights.",
         f"As many devices with all layers each (data parallel, not in one process) would take {times[2]} s and the "
         "time of adding their gradients.",
     ]
