@@ -15,14 +15,18 @@ from hf_l2l.devices import execution_device
 from hf_l2l.hf.attach import attach_l2l, attachment_of, check_attachable
 from hf_l2l.hf.preparation import config_of, is_placed, refuse_several_devices
 from hf_l2l.hf.training_args import refuse_for_layers
-from hf_l2l.log import tell
+from hf_l2l.log import logger, tell
+from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.model.precision import computing_dtype
+from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.option_names import option
+from hf_l2l.report.summary import first_line
 from hf_l2l.runtime import stream
 
 
 class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Attaches L2L to the model of any `Trainer` when training begins: `SomeTrainer(..., callbacks=[L2LCallback()])`.
+    One line in the log says what runs where.
 
     For libraries that build their Trainer inside, such as SetFit; where the Trainer can be chosen, `L2LTrainer` and
     `make_l2l_trainer` do more: they keep the model from being moved to the device first, so that it need not fit, and
@@ -54,7 +58,12 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             model.to(stream.HOST)
         _refuse_skipped_steps(self.config, computing_dtype(self.config.cmp, self._device(args)))
         config = replace(self.config, device=args.device) if self.config.device is None else self.config
-        attach_l2l(model, config).wrap(kwargs["optimizer"])
+        eps = attach_l2l(model, config)
+        eps.wrap(kwargs["optimizer"])
+        attached = attachment_of(model)
+        if args.process_index == 0 and attached is not None:
+            need = estimate(model, attached.config, unwrapped(kwargs["optimizer"]))
+            logger.info(first_line(model, attached.config, need, planned=None))
 
     def _device(self, args: TrainingArguments) -> torch.device:
         """Where the layers will run, or the first of them."""

@@ -257,14 +257,16 @@ def test_arguments_with_a_field_of_the_same_name_are_refused():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"ubatch_size": 8, "stash": "host"}])
-def test_a_callback_attaches_the_model_of_any_trainer(tmp_path, options):
+def test_a_callback_attaches_the_model_of_any_trainer(tmp_path, options, caplog):
     def trained(folder, callbacks):
         args = arguments(hf.TrainingArguments, tmp_path / folder, save_strategy="steps", save_steps=2)
         made = hf.Trainer(tiny_bert(), args, train_dataset=rows(), callbacks=callbacks)
         made.train()
         return made
 
-    expected, found = trained("plain", []), trained("l2l", [L2LCallback(L2LConfig(**options))])
+    with caplog.at_level("INFO", "hf_l2l"):
+        expected, found = trained("plain", []), trained("l2l", [L2LCallback(L2LConfig(**options))])
+    assert caplog.messages.count("no accelerator: trains on the CPU, as Trainer would") == 1
     assert attachment_of(found.model) is not None
     assert_same_run(found, expected)
     found.train(resume_from_checkpoint=str(tmp_path / "l2l" / "checkpoint-2"))
