@@ -60,8 +60,9 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         config = replace(self.config, device=args.device) if self.config.device is None else self.config
         eps = attach_l2l(model, config)
         eps.wrap(kwargs["optimizer"])
-        attached = attachment_of(model)
-        if args.process_index == 0 and attached is not None:
+        if args.process_index == 0:
+            attached = attachment_of(model)  # its config may be one that the program has attached it with
+            assert attached is not None, "it has just been attached"
             need = estimate(model, attached.config, unwrapped(kwargs["optimizer"]))
             logger.info(first_line(model, attached.config, need, planned=None))
 

@@ -37,7 +37,7 @@ APART = "enable_simulated_accelerator("
 """What is called in a block that must have a process of its own."""
 
 ALL_PANELS = "\nassert [len(panel.patches + panel.lines) > 0 for panel in trainer.plot().axes] == [True] * 3"
-"""Follows the README's block: there are three panels, and no one is empty."""
+"""Follows the README's block: there are three panels, and none is empty."""
 
 MARK = "# Not run by the tests: "
 """The first line of a block that they cannot run begins so, and the reader sees why."""

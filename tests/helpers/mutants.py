@@ -42,6 +42,7 @@ COUNTS = {
 WAITS = {"wait", "wait_event", "wait_stream", "wait_for", "synchronize", "record", "record_event", "record_stream"}
 SYNCS = {"fsync", "flush", "sync"}
 COPIES = {"clone", "copy", "detach", "contiguous", "copy_", "deepcopy"}
+# What is said: no test compares it word by word.
 SAYS = {"add_note", "warn", "warning", "info", "debug", "print", "tell", "simplefilter", "filterwarnings"}
 WEIGHTS = {"wait left out": 4, "file not synced": 4, "digest not compared": 4, "copy not made": 2, "call left out": 1}
 """Of kinds, where others have 2: what is rare, and costs most, is drawn more often."""
@@ -92,18 +93,12 @@ def candidates(file: Path) -> Iterator[Mutant]:
     name = str(file.relative_to(ROOT))
     told = {node for each in ast.walk(tree) if isinstance(each, _TELLS) for node in ast.walk(each)}
 
-    def mutant(node: ast.expr | ast.stmt, kind: str, after: str) -> Mutant:
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        before = ast.get_source_segment(text, node)
-        assert before is not None
-        return Mutant(name, node.lineno, node.col_offset, node.end_lineno, node.end_col_offset, kind, before, after)
-
     for node in ast.walk(tree):
-        if node in told:
-            continue
-        for kind, after in _defects(node):
+        for kind, after in () if node in told else _defects(node):
             assert isinstance(node, ast.expr | ast.stmt)
-            yield mutant(node, kind, after)
+            before = ast.get_source_segment(text, node)
+            assert before is not None and node.end_lineno is not None and node.end_col_offset is not None
+            yield Mutant(name, node.lineno, node.col_offset, node.end_lineno, node.end_col_offset, kind, before, after)
 
 
 _TELLS = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.Import, ast.ImportFrom)
