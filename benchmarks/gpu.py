@@ -141,8 +141,9 @@ def surroundings(options: argparse.Namespace) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     found = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     found |= {"PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # which tests ask for, and Hoppers have
+    found["L2L_TEST_DEVICE"] = "sim" if options.rehearse else "cuda"
     if options.rehearse:
-        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_L2L_GPU_TESTS_ON": "sim"}
+        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return found
 
 

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import logging
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,28 +17,65 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
+from devices import DEVICE, runs_here  # first: the simulated accelerator is enabled before any backward
+from tiers import ALL
+
 pytest.register_assert_rewrite(
-    "clients", "cmp_cases", "families", "glue_script", "parity_cases", "resumed", "training", "update_cases"
+    "clients", "cmp_cases", "glue_script", "models", "parity_cases", "resumed", "runs", "training", "update_cases"
 )
 
 import torch
 import transformers
-from _pytest.mark.expression import Expression
 from accelerate.state import AcceleratorState, GradientState
 
 from hf_l2l.runtime.observer import OBSERVERS
 
+TESTS = Path(__file__).parent
+
 
 def pytest_report_header() -> str:
-    return f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, device {DEVICE}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What does not run on this device is not collected."""
+    folder, _, below = str(collection_path.relative_to(TESTS)).partition(os.sep)
+    if below or folder in (".", "helpers"):
+        return None
+    return None if runs_here(folder, config.args) else True
+
+
+def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
+    """Nothing is collected of a test for `make test-all` alone."""
+    is_nightly = any(mark.name == "nightly" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_nightly and not ALL and callable(obj) else None
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where layers run: "cpu", "sim" or "cuda"."""
+    return DEVICE
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_of_other_modules() -> Iterator[None]:
     """What is there before the first test of a module is not looked at again and again: every training of the Trainer
     begins with a collection of all garbage, which takes as long as the training of a tiny model does. It stays so for
-    the modules after it: what is imported would be most of what each of them looks at."""
+    the modules after it: what is imported would be most of what each of them looks at. Of other modules' models
+    nothing is left on the simulated accelerator, nor of its refusals to page-lock memory."""
     gc.collect()
+    if DEVICE == "sim":
+        from hf_l2l.runtime import stream
+        from hf_l2l.testing import page_locked_bytes
+
+        torch.sim.synchronize()
+        stream.forget_refusal(torch.device("sim:0"))
+        for _ in range(10):
+            if page_locked_bytes() == 0:
+                break
+            gc.unfreeze()  # perhaps of a model that was there when an earlier module began
+            time.sleep(0.02)
+            gc.collect()
     gc.freeze()
     yield
 
@@ -127,7 +165,3 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    asked = Expression.compile(config.option.markexpr)
-    if not asked.evaluate(lambda name, **_: name == "gpu") or asked.evaluate(lambda *_, **__: False):
-        # The Makefile does so, too. From here on as well, since nothing has asked CUDA for its devices yet.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""

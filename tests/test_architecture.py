@@ -342,12 +342,10 @@ def test_arrows_up_are_found(floor, source, forbidden):
     assert forbidden_imports(floor, ast.parse(source)) == forbidden
 
 
-@pytest.mark.parametrize(
-    "source", ["from tests.engine.test_cmp import made", "import test_cmp", "from tests import x"]
-)
+@pytest.mark.parametrize("source", ["from tests.stash.test_cmp import made", "import test_cmp", "from tests import x"])
 def test_imports_of_tests_are_found(source):
     assert len(modules_of_tests(ast.parse(source))) == 1
-    assert modules_of_tests(ast.parse("from families import bert\nimport pytest")) == set()
+    assert modules_of_tests(ast.parse("from models import bert\nimport pytest")) == set()
 
 
 def test_third_party_names_are_found():

@@ -15,11 +15,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from families import attached, batch_for, bert, llama, train_once
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
 from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
+from models import attached, batch_for, bert, llama, train_once
 from training import l2l_trainer, plain_trainer, tiny_bert
 
 ROOT = Path(__file__).parent.parent

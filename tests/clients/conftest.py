@@ -1,6 +1,6 @@
 """Libraries that train models: what they need, and what of their warnings is let through.
 
-`make test-clients` runs these tests twice: on the host, and, with L2L_CLIENTS_ON=sim in the environment, on the
+`make test-clients` runs these tests twice: on the host, and, with L2L_TEST_DEVICE=sim in the environment, on the
 simulated accelerator, which stays for the life of a process.
 """
 
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import warnings
 from pathlib import Path
 
 import pytest
 
 from hf_l2l.hf import preparation
-from hf_l2l.testing import enable_simulated_accelerator
 
 FOLDER = Path(__file__).parent
 LIBRARIES = ("trl", "peft", "sentence_transformers", "setfit", "lightning_fabric")
-if os.environ.get("L2L_CLIENTS_ON") == "sim":
-    enable_simulated_accelerator()
 
 with warnings.catch_warnings():  # of what they import in turn
     warnings.simplefilter("ignore")

@@ -1,12 +1,11 @@
 """Adapters over a base that torchao or bitsandbytes has quantized, as in QLoRA: the same training as by themselves.
 
-With L2L_CLIENTS_ON=sim in the environment, on the simulated accelerator, in whose memory the kernels of both work.
+With L2L_TEST_DEVICE=sim in the environment, on the simulated accelerator, in whose memory the kernels of both work.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -25,15 +24,16 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import assert_same_bits, batch_for, gradients, relative_error, train_once
+from devices import DEVICE
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import is_quantized, parts_of, tensor_bytes
 from hf_l2l.testing import Costs, enable_simulated_accelerator, virtual_clock
 from memory_switches import forced_copies
+from models import assert_same_bits, batch_for, gradients, relative_error, train_once
 
-ON_SIM = os.environ.get("L2L_CLIENTS_ON") == "sim"
+ON_SIM = DEVICE == "sim"
 DEVICE = "sim" if ON_SIM else "cpu"
 if ON_SIM:
     enable_simulated_accelerator()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l
+from models import batch_for
 from update_cases import Block, Run, assert_same, result, toy
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from families import batch_for
 from hf_l2l import L2LConfig, NonFiniteError, attach_l2l
 from hf_l2l.compat import without_interception
+from models import batch_for
 from training import l2l_trainer, tiny_bert
 
 LAYER = "bert.encoder.layer"

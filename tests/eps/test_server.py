@@ -11,7 +11,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from families import (
+from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
+from hf_l2l.optim.loss_scale import LossScale
+from hf_l2l.runtime.stream import HOST
+from memory_switches import forced_copies
+from models import (
     TOLERANCE,
     assert_same_bits,
     attached,
@@ -22,10 +26,6 @@ from families import (
     relative_error,
     train_once,
 )
-from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
-from hf_l2l.optim.loss_scale import LossScale
-from hf_l2l.runtime.stream import HOST
-from memory_switches import forced_copies
 
 
 @pytest.fixture(params=["views", "copies"])

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from families import VOCAB, attached, batch_for, train_once
 from hf_l2l import EagerParamServer, EngineFailedError, L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps import updates
 from hf_l2l.runtime import worker
 from late_updates import late_updates
+from models import VOCAB, attached, batch_for, train_once
 from training import tiny_bert
 from update_cases import (
     assert_same as assert_same_runs,

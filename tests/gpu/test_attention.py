@@ -9,9 +9,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import batch_for
 from gpu_machine import DEVICE
 from hf_l2l import L2LConfig, attach_l2l
+from models import batch_for
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from families import (
+from gpu_machine import DEVICE, IS_CUDA, full, module, sleep, small_bert
+from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.runtime import stream
+from hf_l2l.runtime.flat_memory import Pages
+from models import (
     FAMILIES,
     assert_same_bits,
     attached,
@@ -24,10 +28,6 @@ from families import (
     relative_error,
     train_once,
 )
-from gpu_machine import DEVICE, IS_CUDA, full, module, sleep, small_bert
-from hf_l2l import EngineFailedError, L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.runtime import stream
-from hf_l2l.runtime.flat_memory import Pages
 
 pytestmark = pytest.mark.gpu
 OPTIONS: list[dict[str, Any]] = [

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from families import gradients, relative_error
 from gpu_machine import DEVICE, module, program
 from hf_l2l import L2LConfig, attach_l2l
+from models import gradients, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import gpu_machine
-from families import assert_same_bits, batch_for, train_once
 from gpu_machine import DEVICE, IS_CUDA, MIB, marked, no_synchronization, seconds_between, sleep, small_bert
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.relay import Relay
 from hf_l2l.runtime import stream
+from models import assert_same_bits, batch_for, train_once
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 SANITIZED = """
 import torch
-from families import batch_for, train_once
+from models import batch_for, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from training import tiny_bert
 

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import VOCAB
 from hf_l2l import L2LTrainer, L2LTrainingArguments
+from models import VOCAB
 from training import arguments
 
 PAD = 0

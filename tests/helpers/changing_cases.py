@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from families import batch_for
 from hf_l2l import L2LConfig, NonFiniteError, attach_l2l
+from models import batch_for
 from update_cases import Toy, toy
 
 CLIP = 1e-3

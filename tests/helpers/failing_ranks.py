@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l
+from models import batch_for, bert
 from rank_pool import RankPool
 
 LIMIT_S = 4.0

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from families import batch_for
 from hf_l2l import EagerParamServer, EngineFailedError, L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.device.slots import WeightSlots
 from hf_l2l.eps import updates
@@ -25,6 +24,7 @@ from hf_l2l.runtime import stream
 from hf_l2l.stash.spill import SpillFile
 from hf_l2l.stash.stash import Stash
 from left_over import own_threads
+from models import batch_for
 from update_cases import Run, assert_same, result, toy
 
 LAYERS = 3

@@ -19,16 +19,14 @@ import pytest
 import torch
 from torch import nn
 
+import devices
 from hf_l2l.testing import enable_simulated_accelerator
 from training import tiny_bert
 
-VARIABLE = "HF_L2L_GPU_TESTS_ON"
-"""Environment variable: "cuda", which is the default, or "sim"."""
-NAME = os.environ.get(VARIABLE, "cuda")
-IS_CUDA = NAME == "cuda"
-if not IS_CUDA:  # before any backward of the process
+IS_CUDA = devices.DEVICE == "cuda"
+if not IS_CUDA:
     enable_simulated_accelerator("64GiB")  # with a capacity, which a test exceeds
-DEVICE = torch.device(NAME, 0)
+DEVICE = torch.device("cuda" if IS_CUDA else "sim", 0)
 MIB = 2**20
 
 needs_cuda = pytest.mark.skipif(not IS_CUDA, reason="needs CUDA itself")

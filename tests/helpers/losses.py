@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import SMALL
+from models import SMALL
 from training import arguments, rows
 
 

@@ -15,16 +15,19 @@ import argparse
 import ast
 import copy
 import json
+import multiprocessing
 import os
 import random
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -52,10 +55,11 @@ TURNED: dict[type, type] = {
 }
 FACTORS: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
 FACTORS[ast.FloorDiv] = ast.Mult
-SLOWEST = 900
-"""Seconds after which the tests of a mutant are ended: it has made one of them wait forever, which finds it."""
-AT_ONCE = (25, 200, 10**6)
-"""So many tests are run at once: few at first."""
+SLOWEST = 120
+"""Seconds more than four times what they took, after which the tests of a mutant are ended: it has made one of them
+wait forever, which finds it."""
+FIRST = 3.0
+"""Seconds that the tests which are run first take, each further part four times as many."""
 
 
 @dataclass(frozen=True)
@@ -187,19 +191,23 @@ def listed() -> list[Mutant]:
 # ---- which tests reach a line
 
 
-def tests_of(runs: Path, mutant: Mutant) -> set[str]:
-    """The names of tests that reach the lines of a mutant, and "" where a process that they started does."""
-    lines, found = range(mutant.line, mutant.end_line + 1), set()
+def reached(runs: Path) -> dict[str, list[str]]:
+    """The tests that reach the lines of each mutant, and "" where a process that they started does."""
+    found: dict[str, set[str]] = {each.name: set() for each in listed()}
     for coverage in runs.glob("*.coverage"):
         with sqlite3.connect(coverage) as data:
-            for [path] in data.execute("select id from file where path like ?", (f"%/{mutant.file}",)).fetchall():
-                reached = data.execute(
-                    "select distinct context.context from arc join context on context.id = arc.context_id where "
-                    "file_id = ? and (fromno between ? and ? or tono between ? and ?)",
-                    (path, lines[0], lines[-1], lines[0], lines[-1]),
-                )
-                found |= {context.partition("|")[0] for [context] in reached}
-    return found
+            contexts = dict(data.execute("select id, context from context"))
+            for file in sorted({each.file for each in listed()}):
+                for [path] in data.execute("select id from file where path like ?", (f"%/{file}",)).fetchall():
+                    arcs = data.execute("select context_id, fromno, tono from arc where file_id = ?", (path,))
+                    by_line: dict[int, set[int]] = {}
+                    for context, *lines in arcs:
+                        for line in lines:
+                            by_line.setdefault(line, set()).add(context)
+                    for each in (each for each in listed() if each.file == file):
+                        for line in range(each.line, each.end_line + 1):
+                            found[each.name] |= {contexts[id_].partition("|")[0] for id_ in by_line.get(line, ())}
+    return {name: sorted(tests) for name, tests in found.items()}
 
 
 def seconds_of(runs: Path) -> dict[str, float]:
@@ -215,7 +223,7 @@ STARTED = ("tests/ranks", "tests/checkpoint", "tests/realtime", "tests/state_tie
 """Where tests start processes of their own, for lines that only those reach."""
 
 
-def run_one(mutant: Mutant, tests: Set[str], seconds: dict[str, float], checkout: Path) -> dict[str, object]:
+def run_one(mutant: Mutant, tests: Sequence[str], seconds: dict[str, float], checkout: Path) -> dict[str, object]:
     """Whether the tests find a mutant in `checkout`, which one does, and how many were run."""
     file = checkout / mutant.file
     whole = file.read_text(encoding="utf-8")
@@ -224,82 +232,91 @@ def run_one(mutant: Mutant, tests: Set[str], seconds: dict[str, float], checkout
     if "" in tests:
         package = mutant.file.split("/")[1]
         order += [each for each in (*STARTED, f"tests/{package}") if (checkout / each).exists()]
+    takes = FIRST
     while order:
-        most = next(most for most in AT_ONCE if ran < most)
-        is_sim = order[0].startswith("tests/sim")  # they have processes of their own
-        some = [each for each in order[:most] if each.startswith("tests/sim") == is_sim]
+        some, expected = [], 0.0
+        for each in order:  # tests of the simulated accelerator have processes of their own
+            if expected >= takes:
+                break
+            if each.startswith("tests/sim") == order[0].startswith("tests/sim"):
+                some.append(each)
+                expected += seconds.get(each, 60.0) + 0.02
         try:
             file.write_text(mutant.applied(whole), encoding="utf-8")
-            found = _first_failure(some, checkout)
+            found = _first_failure(some, checkout, SLOWEST + 4 * expected)
         finally:
             file.write_text(whole, encoding="utf-8")
-        if found is not None and "::" in found and _first_failure([found], checkout) is not None:
+        if found is not None and "::" in found and _first_failure([found], checkout, SLOWEST) is not None:
             order.remove(found)  # it fails without the mutant, too
             continue
-        ran += len(some)
-        order = [each for each in order if each not in some]
+        ran, takes = ran + len(some), 4 * takes
         if found is not None:
             return {"found": True, "by": found, "ran": ran, "seconds": round(time.monotonic() - begun)}
+        taken = set(some)
+        order = [each for each in order if each not in taken]
     return {"found": False, "by": None, "ran": ran, "seconds": round(time.monotonic() - begun)}
 
 
-def _first_failure(tests: Sequence[str], checkout: Path) -> str | None:
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as names:
+def _first_failure(tests: Sequence[str], checkout: Path, limit: float) -> str | None:
+    with tempfile.NamedTemporaryFile("w+", suffix=".txt") as names, tempfile.TemporaryFile("w+") as said:
         names.write("\n".join(tests))
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--tb=no",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not gpu",
-    ]
-    environment = {
-        **os.environ,
-        **{"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    }
-    try:
-        ran = subprocess.run(
-            [*words, f"@{names.name}"],
-            cwd=checkout,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SLOWEST,
-            check=False,
+        names.flush()
+        child = multiprocessing.get_context("fork").Process(
+            target=_run_tests, args=(names.name, said.fileno(), checkout)
         )
-    except subprocess.TimeoutExpired:
-        return "a test that does not end"
-    finally:
-        Path(names.name).unlink()
-    if ran.returncode in (0, 5):  # passed, or all of them are for other tiers
-        return None
-    failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0].split(" ", 1)[1] if failed else f"exit code {ran.returncode}"
+        child.start()
+        child.join(limit)
+        if child.exitcode is None:
+            os.killpg(child.pid or 0, signal.SIGKILL)
+            child.join()
+            return "a test that does not end"
+        said.seek(0)
+        if child.exitcode in (0, 5):  # passed, or all of them are for other tiers
+            return None
+        failed = [line for line in said if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0].split(" ", 1)[1].strip() if failed else f"exit code {child.exitcode}"
+
+
+def _run_tests(names: str, said: int, checkout: Path) -> None:
+    """In a process that has imported all that is slow to import, and nothing of this package."""
+    import pytest
+
+    os.setpgid(0, 0)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    os.chdir(checkout)
+    sys.path[:] = [str(checkout), *(each for each in sys.path if not each.startswith(str(ROOT / "tests")))]
+    marks = ("-m", "not slow and not gpu", "-p", "no:randomly")
+    os._exit(pytest.main(["-x", "-q", "--tb=no", "--no-header", *marks, f"@{names}"]))
 
 
 def run(suite: str, runs: Path, share: tuple[int, int]) -> None:
     """Run the mutants that have no result yet; `share` is which of how many parts of them."""
-    results = FOLDER / f"{suite}.jsonl"
+    results, reach = FOLDER / f"{suite}.jsonl", runs / "reached.json"
     known = {row["name"] for row in rows_of(results)} if results.exists() else set()
-    seconds = seconds_of(runs)
+    if not reach.exists():
+        reach.write_text(json.dumps(reached(runs)), encoding="utf-8")
+    tests, seconds = json.loads(reach.read_text(encoding="utf-8")), seconds_of(runs)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "checkout"
         git = ("git", "-C", str(ROOT), "worktree")
         subprocess.run([*git, "add", "--quiet", "--detach", str(checkout)], check=True)
+        os.environ["PYTHONPATH"] = str(checkout)  # of programs that tests start
+        for module in SLOW_TO_IMPORT:
+            import_module(module)
         try:
             for each in listed()[share[0] :: share[1]]:
                 if each.name not in known:
-                    row = {"name": each.name, **run_one(each, tests_of(runs, each), seconds, checkout)}
+                    row = {"name": each.name, **run_one(each, tests[each.name], seconds, checkout)}
                     with results.open("a", encoding="utf-8") as file:
                         file.write(f"{json.dumps(row)}\n")
                     print(row, flush=True)
         finally:
             subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
+
+
+SLOW_TO_IMPORT = ("torch", "transformers", "transformers.trainer", "accelerate", "hypothesis", "datasets", "pytest")
 
 
 def rows_of(results: Path) -> list[dict[str, Any]]:

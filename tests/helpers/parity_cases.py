@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from families import (
+from models import (
     FAMILIES,
     ROWS,
     TOLERANCE,

@@ -9,8 +9,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import SMALL, VOCAB, batch_for
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from models import SMALL, VOCAB, batch_for
 
 LAYERS = 5
 _SMALL = {**SMALL, "num_hidden_layers": LAYERS}

@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 
-from families import FAMILIES, SMALL, batch_for, bert, llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps.server import EagerParamServer
+from models import FAMILIES, SMALL, batch_for, bert, llama
 from rank_pool import digest
 
 

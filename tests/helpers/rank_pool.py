@@ -29,7 +29,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # Each family is imported once for all ranks, which are forked from that process.
 _FAMILIES = ("albert", "bert", "deberta_v2", "electra", "gpt2", "llama", "roberta", "t5", "vit")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "transformers", "accelerate", "hf_l2l", "rank_pool", "families"]
+    ["torch", "transformers", "accelerate", "hf_l2l", "rank_pool", "models"]
     + [f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES]
 )
 

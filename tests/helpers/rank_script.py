@@ -11,8 +11,8 @@ import torch
 import transformers as hf
 from transformers.trainer_utils import get_last_checkpoint
 
-from families import bert
 from hf_l2l import L2LTrainer, L2LTrainingArguments
+from models import bert
 from rank_pool import digest
 from rank_trainer import Rows
 

@@ -17,7 +17,6 @@ from torch import distributed, nn
 from torch.utils.data import Dataset
 from torch.utils.serialization import config as serialization
 
-from families import TOKENS, VOCAB, bert, llama
 from hf_l2l import L2LBatchGrowth, L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
@@ -29,6 +28,7 @@ from hf_l2l.noise.estimate import NoiseScale
 from hf_l2l.noise.trainer_part import NoiseScaleMixin
 from hf_l2l.rank_saves import background
 from hf_l2l.realtime import trainer_part
+from models import TOKENS, VOCAB, bert, llama
 from rank_cases import large
 from rank_pool import digest
 from training import left_in

@@ -13,8 +13,8 @@ import torch
 import transformers as hf
 from torch.utils.data import Dataset, IterableDataset
 
-from families import VOCAB
 from hf_l2l import L2LTrainer
+from models import VOCAB
 from training import inner_optimizer, rows, tiny_bert, trainer
 
 STEPS = 12

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l
 from memory_switches import forced_copies
+from models import batch_for
 from update_cases import OPTIMIZERS, Block, Run, assert_same, groups_of, result, toy
 
 ROWS = 8

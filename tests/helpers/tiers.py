@@ -1,12 +1,60 @@
-"""Which combinations of parameters `make test` runs, and which `make test-all` alone."""
+"""Which cases `make test` runs, and which `make test-all` alone: those it does not run are not collected."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
+
+ALL = os.environ.get("L2L_TESTS") == "all"
+"""Whether this is `make test-all`."""
+T = TypeVar("T")
+
+
+def nightly(test: T) -> T:
+    """Decorates a test that `make test-all` alone runs: one that is large, and never the only one of a behaviour."""
+    return pytest.mark.nightly(test)
+
+
+def more(*values: Any) -> tuple[Any, ...]:
+    """Values that `make test-all` alone runs, beside those it has in common with `make test`."""
+    return values if ALL else ()
+
+
+def times(few: int, many: int) -> int:
+    """How many examples are drawn: few by `make test`, many by `make test-all`."""
+    return many if ALL else few
+
+
+def combinations(*dimensions: Iterable[Any], where: Callable[..., bool] = lambda *_: True) -> list[Any]:
+    """Combinations of one value of each dimension, of those for which `where` is true.
+
+    `make test-all` has all of them. `make test` has so many that any two values which can meet do.
+    """
+    every = [values for values in itertools.product(*map(tuple, dimensions)) if where(*values)]
+    return [pytest.param(*each, id="-".join(map(_named, each))) for each in (every if ALL else pairwise(every))]
+
+
+def pairwise(every: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A few of these combinations in which all pairs of values occur that occur in any: always the one that has most
+    of those which are missing, the first of several. Combinations of one value are all there."""
+    if any(len(each) < 2 for each in every):
+        return every
+    pairs = [set(itertools.combinations(enumerate(map(_named, each)), 2)) for each in every]
+    missing = set().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(every)), key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
+        chosen.append(every[best])
+    return chosen
+
+
+def _named(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
 
 
 def combined(*dimensions: Iterable[Any], one_in: int) -> list[Any]:
@@ -18,9 +66,5 @@ def combined(*dimensions: Iterable[Any], one_in: int) -> list[Any]:
     for numbered in itertools.product(*(list(enumerate(values)) for values in dimensions)):
         numbers, values = zip(*numbered, strict=True)
         marks = () if sum(numbers) % one_in == 0 else pytest.mark.slow
-        found.append(pytest.param(*values, marks=marks, id="-".join(_named(value) for value in values)))
+        found.append(pytest.param(*values, marks=marks, id="-".join(map(_named, values))))
     return found
-
-
-def _named(value: Any) -> str:
-    return getattr(value, "__name__", str(value))

@@ -14,9 +14,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import VOCAB, batch_for
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l
 from hf_l2l.hf.attach import attachment_of
+from models import VOCAB, batch_for
 
 # transformers 5.23 renamed the option.
 CHECKPOINTING = (

@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
-from families import SMALL, VOCAB
 from hf_l2l import L2LConfig, Lamb, NonFiniteError, attach_l2l, detach_l2l
 from hf_l2l.hf.attach import attachment_of
+from models import SMALL, VOCAB
 from update_cases import groups_of
 
 TOKENS = 6

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 from transformers.utils import ModelOutput
 
-from families import VOCAB, batch_for
 from hf_l2l import L2LConfig, L2LTrainer, Lamb, attach_l2l
+from models import VOCAB, batch_for
 from training import inner_optimizer, logs, tiny_bert, trainer
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

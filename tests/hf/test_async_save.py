@@ -11,10 +11,10 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-from families import llama
 from hf_l2l import estimate
 from hf_l2l.checkpoint.finding import newest_whole
 from hf_l2l.checkpoint.reserved import Region
+from models import llama
 from slow_disk import SlowDisk, assert_same_checkpoints
 from tiers import combined
 from training import SAVING, assert_same_run, l2l_trainer, left_in, plain_trainer, rows, tiny_bert

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from families import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, train_once
 from hf_l2l import L2LCallback, L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.hf.hooks import bound_method
+from models import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, train_once
 from training import l2l_trainer, tiny_bert
 
 
@@ -341,7 +341,7 @@ def test_generate_after_training_with_a_cache():
 
 def test_training_ignores_an_empty_cache():
     """T5's decoder makes one although the configuration of the model says no."""
-    from families import t5
+    from models import t5
 
     model = t5().double()
     model.config.use_cache = True

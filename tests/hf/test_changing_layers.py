@@ -12,9 +12,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import bert, gradients, llama
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.hf.attach import attachment_of
+from models import bert, gradients, llama
 from training import CHECKPOINTING, arguments, assert_same_run, inner_optimizer, rows, tiny_bert
 
 

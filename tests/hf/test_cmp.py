@@ -10,11 +10,11 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-from families import batch_for, gpt2
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, estimate
 from hf_l2l.measure import MemoryCallback
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import tensor_bytes
+from models import batch_for, gpt2
 from training import SAVING, arguments, assert_same_run, inner_optimizer, l2l_trainer, stopped_at_two, tiny_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")

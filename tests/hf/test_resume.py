@@ -13,9 +13,9 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from accumulated import tiny_llama
-from families import llama
 from hf_l2l.checkpoint.data_position import position_file
 from hf_l2l.checkpoint.manifest import MANIFEST
+from models import llama
 from resumed import assert_equal_content, assert_same_checkpoint, loaded
 from training import (
     SAVING,

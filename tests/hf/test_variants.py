@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers as hf
 
-from families import batch_for, llama, t5
 from hf_l2l import (
     L2LArgumentsMixin,
     L2LCallback,
@@ -28,6 +27,7 @@ from hf_l2l import (
 )
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.model import precision
+from models import batch_for, llama, t5
 from rank_pool import RankPool
 from training import CHECKPOINTING, arguments, assert_same_run, logs, rows, tiny_bert
 

@@ -9,12 +9,12 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import SMALL, TOLERANCE, VOCAB, attached, batch_for, gpt2, gradients, llama, relative_error, t5
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.logits import chunks, deferred, heads
 from hf_l2l.logits.deferred import DeferredLogits
 from hf_l2l.runtime import stream
 from memory_switches import forced_copies
+from models import SMALL, TOLERANCE, VOCAB, attached, batch_for, gpt2, gradients, llama, relative_error, t5
 from training import arguments
 
 

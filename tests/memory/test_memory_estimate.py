@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.optimization import Adafactor
 
-from families import VOCAB, batch_for, bert, gpt2, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.memory import host_limits, memory_estimate
 from hf_l2l.memory.memory_estimate import (
@@ -31,6 +30,7 @@ from hf_l2l.report import summary as summaries
 from hf_l2l.report.summary import summary
 from hf_l2l.runtime.flat_memory import Pages, Room
 from hf_l2l.runtime.tensors import size_text
+from models import VOCAB, batch_for, bert, gpt2, train_once
 from training import inner_optimizer, l2l_trainer
 
 WIDTH, INNER, POSITIONS = 16, 24, 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from families import attached, batch_for, bert, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.memory.held import Held
 from hf_l2l.memory.ledger import HOST_NAMES, Transients
 from hf_l2l.memory.memory_report import MemoryReport
+from models import attached, batch_for, bert, train_once
 from training import l2l_trainer, measured
 
 

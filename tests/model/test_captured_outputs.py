@@ -13,8 +13,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import SMALL, TOLERANCE, attached, batch_for, bert, gradients, llama, relative_error
 from hf_l2l.model.captured_outputs import CapturedOutputs
+from models import SMALL, TOLERANCE, attached, batch_for, bert, gradients, llama, relative_error
 
 UBATCH_SIZES = pytest.mark.parametrize("ubatch_size", [None, 3])
 FLOAT64 = torch.float64

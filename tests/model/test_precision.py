@@ -14,13 +14,13 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import FAMILIES, batch_for, bert, gpt2, t5, vit
 from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
+from models import FAMILIES, batch_for, bert, gpt2, t5, vit
 from training import tiny_bert
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

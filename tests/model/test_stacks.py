@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from families import SMALL, bert, llama, t5, vit
 from hf_l2l.model.batch_dims import (
     BatchDims,
     NoConsistentSplit,
@@ -28,6 +27,7 @@ from hf_l2l.model.precision import Precision
 from hf_l2l.model.stacks import find_stacks, parameter_bytes, shell_modules
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.runtime.tensors import flatten, leaves_of, map_tensors, narrow
+from models import SMALL, bert, llama, t5, vit
 
 
 def albert() -> nn.Module:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers as hf
 
-from families import llama
 from hf_l2l import L2LConfig, estimate
 from hf_l2l.plan.estimate import Estimate
 from host_phases import ROWS, SIZES, TOKENS, measured
+from models import llama
 
 W = sum(p.numel() for p in llama().parameters()) * 4
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import distributed
 
-from families import batch_for, bert
 from hf_l2l import L2LConfig
 from hf_l2l.budget.agreed import is_so_for_all, reason_of_any
 from hf_l2l.budget.within import plan_within
 from hf_l2l.probe import known
 from hf_l2l.probe.figures import HardwareFigures
+from models import batch_for, bert
 
 FIGURES = HardwareFigures(
     "a card", 2**34, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11}, page_locked=True, device_adamw=1e9

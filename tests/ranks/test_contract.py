@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps.nonfinite import NonFiniteError
 from hf_l2l.eps.server import EagerParamServer
+from models import batch_for, bert
 from rank_pool import digest
 
 SERIAL, DEFERRED = {"eps_update": "serial"}, {"eps_update": "deferred"}

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import distributed
 
 from failing_ranks import check_others, ended_by, hurt, raising
-from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.across_devices import choice
 from hf_l2l.across_devices.sums import DeviceSums, cuts
 from hf_l2l.ranks.team import Team
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import ALIGNMENT
+from models import batch_for, bert
 from rank_cases import assert_same, trained, trained_on_two
 from rank_pool import RankDiedError, RankPool
 

@@ -17,11 +17,11 @@ import torch
 from torch import distributed
 
 from failing_ranks import check_others, hurt, nothing_is_left, raising, training
-from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.ranks.peers import RankFailedError
 from host_cases import on_hosts
 from left_over import own_threads
+from models import batch_for, bert
 from rank_cases import MODES as OF_ONE_HOST
 from rank_cases import assert_same, trained
 from rank_pool import RankPool, digest

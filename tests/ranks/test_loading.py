@@ -9,9 +9,9 @@ import torch
 import transformers as hf
 from torch import distributed
 
-from families import SMALL, batch_for, bert, llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, load_once
 from hf_l2l.hf.preparation import make_masters_fp32
+from models import SMALL, batch_for, bert, llama
 from rank_pool import digest
 
 KINDS = {"bert": hf.AutoModelForSequenceClassification, "llama": hf.AutoModelForCausalLM}

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from families import bert
 from hf_l2l import L2LConfig
 from hf_l2l.memory import host_limits
 from hf_l2l.memory.memory_estimate import estimate
 from host_cases import on_hosts
+from models import bert
 from rank_trainer import trained
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import distributed
 
-from families import bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.ranks.owners import mask_of, share_of_cores
 from hf_l2l.shared_eps import updates
+from models import bert
 
 NODES = [range(0, 8), range(8, 16)]
 """Cores of two NUMA nodes."""

@@ -12,7 +12,6 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 
-from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.layerwise_check import can_step_rows
@@ -23,6 +22,7 @@ from hf_l2l.ranks.messages import LANDED
 from hf_l2l.ranks.owners import dealt, shares_of_rows
 from hf_l2l.shared_eps import remote
 from host_cases import on_hosts
+from models import batch_for
 from rank_cases import MODELS, assert_same, trained
 from rank_pool import RankPool, digest
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import distributed
 
-from families import batch_for, bert
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.ranks import meeting, shared_pages
 from hf_l2l.ranks import team as teams
@@ -26,6 +25,7 @@ from hf_l2l.ranks.peers import Peers, RankFailedError
 from hf_l2l.ranks.shared_pages import SharedPages, check_file, new_file
 from hf_l2l.ranks.team import Team
 from left_over import own_threads, shared_memory
+from models import batch_for, bert
 from rank_pool import digest
 
 SIZE = 3 * mmap.PAGESIZE

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import distributed
 
-from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from models import batch_for
 from rank_trainer import trained, trained_and_growing, trained_with_loss, trained_with_other_lengths
 from training import measured, tiny_bert
 

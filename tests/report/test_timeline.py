@@ -26,7 +26,6 @@ import transformers as hf
 from torch import nn
 from transformers.integrations import integration_utils
 
-from families import batch_for
 from hf_l2l import EagerParamServer, L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.engine.relay import Relay
 from hf_l2l.engine.splitting import Splitter
@@ -38,6 +37,7 @@ from hf_l2l.report.trace_file import Span, TraceFile
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
 from memory_switches import forced_copies
+from models import batch_for
 from training import assert_same_run, l2l_trainer, measured, plain_trainer, tiny_bert
 
 HOST = torch.device("cpu")

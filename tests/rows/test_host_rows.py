@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of, uploaded_rows
 from memory_switches import forced_copies
+from models import FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
 
 ON_HOST = {"stash": "host", "boundary": "host"}
 

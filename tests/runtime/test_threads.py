@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from families import attached, batch_for, bert, gradients, train_once
 from memory_switches import forced_copies
+from models import attached, batch_for, bert, gradients, train_once
 from other_thread import REFUSAL, in_another_thread
 
 

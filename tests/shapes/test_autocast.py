@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from families import llama
 from hf_l2l.compat import FakeTensorMode
 from hf_l2l.config import L2LConfig
 from hf_l2l.model.precision import Precision
@@ -19,6 +18,7 @@ from hf_l2l.shapes.autocast import autocast_region
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.shapes.traced import Tracer
+from models import llama
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -10,7 +10,6 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional
 
-from families import SMALL, bert, llama, t5
 from hf_l2l import estimate
 from hf_l2l.compat import FakeTensorMode
 from hf_l2l.model.precision import Precision
@@ -18,6 +17,7 @@ from hf_l2l.shapes.fake_memory import counted
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.shapes.pieces import Traced
 from hf_l2l.shapes.traced import Tracer
+from models import SMALL, bert, llama, t5
 
 ROWS, TOKENS = 4, 6
 A = ROWS * TOKENS * SMALL["hidden_size"] * 4

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from families import assert_same_bits
 from hf_l2l.runtime import stream
+from models import assert_same_bits
 from training import tiny_bert, weights_after
 
 SIM = torch.device("sim", 0)

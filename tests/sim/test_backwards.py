@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from families import assert_same_bits, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.eps.weight_copies import Copies
+from models import assert_same_bits, attached, batch_for, gradients, train_once
 from other_thread import REFUSAL, in_another_thread
 from training import tiny_bert
 

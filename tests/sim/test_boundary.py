@@ -10,7 +10,6 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import attached, batch_for, bert, gradients, llama, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, estimate
 from hf_l2l.eps import masters
 from hf_l2l.hf import attach
@@ -21,6 +20,7 @@ from hf_l2l.runtime import stream
 from hf_l2l.stash.boundary import Boundary
 from hf_l2l.testing import sim_copies
 from memory_switches import poisoned_releases
+from models import attached, batch_for, bert, gradients, llama, relative_error, train_once
 from tiers import combined
 from training import settled_memory, tiny_bert, weights_after
 

@@ -18,7 +18,6 @@ from torch import nn
 from accumulated import forwards, ragged, tiny_llama, train
 from accumulated import made as accumulating
 from budgeted import plan_of, use_machine_of_8_mib
-from families import batch_for
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.budget.saved import PLAN_FILE
 from hf_l2l.budget.within import plan_within
@@ -27,6 +26,7 @@ from hf_l2l.option_names import argument
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator
+from models import batch_for
 from training import (
     SAVING,
     arguments,

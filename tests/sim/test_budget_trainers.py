@@ -15,13 +15,13 @@ import transformers as hf
 from torch import nn
 
 from budgeted import plan_of, use_machine_of_8_mib
-from families import batch_for
 from hf_l2l import L2LCallback, L2LConfig, L2LTrainer, attach_l2l
 from hf_l2l.budget.saved import PLAN_FILE
 from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.option_names import argument
 from hf_l2l.testing import enable_simulated_accelerator
+from models import batch_for
 from training import CHECKPOINTING, SAVING, rows, tiny_bert, trainer
 
 

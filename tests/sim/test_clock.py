@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from families import attached, batch_for, gradients, train_once
 from hf_l2l.testing import Costs, Task, VirtualClock, sim_recorder, sim_tensor, virtual_clock
 from hf_l2l.testing.sim_race import ORDER
 from hf_l2l.testing.sim_schedule import START, Schedule
+from models import attached, batch_for, gradients, train_once
 from training import tiny_bert
 
 UNIT = 1024

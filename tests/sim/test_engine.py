@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 
-from families import TOLERANCE, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.runtime import compute_state
 from hf_l2l.testing import sim_stream
+from models import TOLERANCE, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
 from training import assert_same_run, inner_optimizer, l2l_trainer, rows, settled_memory, tiny_bert
 
 SIM = torch.device("sim", 0)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import tensor_bytes
 from hf_l2l.testing import page_locked_bytes, sim_race
+from models import batch_for
 from training import tiny_bert
 
 

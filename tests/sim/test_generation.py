@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from families import attached, gpt2, llama, t5
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps.weight_copies import Copies
+from models import attached, gpt2, llama, t5
 
 NEW_TOKENS = 6
 

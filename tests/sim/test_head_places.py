@@ -14,10 +14,10 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional
 
-from families import SMALL, VOCAB
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.logits import chunks
 from hf_l2l.testing import Costs, enable_simulated_accelerator, virtual_clock
+from models import SMALL, VOCAB
 from pipelined import Trained, devices, trained
 
 MODES: dict[str, dict[str, Any]] = {

@@ -19,13 +19,13 @@ from accelerate.hooks import ModelHook
 from safetensors.torch import load_file
 from torch import nn
 
-from families import TOLERANCE, assert_same_bits, attached, batch_for, bert, gpt2, gradients, llama, train_once
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.eps import gradients as gradients_module
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.runtime.tensors import sharing_memory, tensor_bytes
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
+from models import TOLERANCE, assert_same_bits, attached, batch_for, bert, gpt2, gradients, llama, train_once
 from training import tiny_bert
 
 

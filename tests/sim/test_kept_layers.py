@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, estimate
+from models import FAMILIES, attached, batch_for, gradients, train_once
 from tiers import combined
 from training import l2l_trainer, logs, settled_memory, tiny_bert
 from transit import Bytes

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from families import batch_for, bert, llama, t5
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from models import batch_for, bert, llama, t5
 from training import settled_memory
 
 STEPS = 6

@@ -9,9 +9,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import SMALL, attached, gradients, relative_error
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.logits import chunks
+from models import SMALL, attached, gradients, relative_error
 from tiers import combined
 from training import settled_memory
 

@@ -10,10 +10,10 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import attached, train_once
 from hf_l2l import L2LConfig, attach_l2l, estimate
 from hf_l2l.compat import mask_functions
 from hf_l2l.runtime import stream
+from models import attached, train_once
 from training import settled_memory
 
 WIDTH, ROWS, TOKENS = 16, 4, 32

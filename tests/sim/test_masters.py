@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import changing_cases as cases
-from families import batch_for
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.device.slots import GradientSlots
+from models import batch_for
 from update_cases import Block, Toy
 
 DEVICE = "sim"

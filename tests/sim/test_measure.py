@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers as hf
 
-from families import attached, batch_for, train_once
 from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import tensor_bytes
+from models import attached, batch_for, train_once
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 

@@ -13,7 +13,6 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import FAMILIES, SMALL, batch_for, bert, llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.hf.attach import attachment_of
@@ -22,6 +21,7 @@ from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.testing import page_locked_bytes
+from models import FAMILIES, SMALL, batch_for, bert, llama
 from tiers import combined
 from training import l2l_trainer, measured, settled_memory
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from families import assert_same_bits, gradients
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.compat import without_interception
 from hf_l2l.device.slots import WeightSlots
@@ -18,6 +17,7 @@ from hf_l2l.engine.shell import _Owner, _Uploads
 from hf_l2l.eps import masters, updates
 from hf_l2l.eps.pending import Pending, hold
 from hf_l2l.testing import Costs, virtual_clock
+from models import assert_same_bits, gradients
 from training import settled_memory
 
 WIDTH, VOCAB = 8, 32

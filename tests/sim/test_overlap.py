@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l.device import slots
 from hf_l2l.model.stacks import parameter_bytes
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.testing import sim_copies, sim_stream
 from memory_switches import land_the_rest, poisoned_releases
+from models import FAMILIES, attached, batch_for, gradients, train_once
 from tiers import combined
 from training import tiny_bert, weights_after
 from update_cases import raw_loop

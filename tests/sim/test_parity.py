@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import parity_cases as cases
-from families import FAMILIES
+from models import FAMILIES
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 import transformers as hf
 
-import families
+import models
 import pipelined
-from families import SMALL, batch_for
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.device.layer_device import LayerDevice
 from hf_l2l.hf.attach import attachment_of
@@ -27,6 +26,7 @@ from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import enable_simulated_accelerator
 from hf_l2l.testing.sim_stream import random_landing
+from models import SMALL, batch_for
 from pipelined import Trained, trained
 
 WAITS = [
@@ -214,7 +214,7 @@ def test_evaluation_and_generation_are_those_of_one_device(family):
     found = []
     for count in (1, 3):
         torch.manual_seed(1)
-        model = (families.t5() if family == "t5" else pipelined.FAMILIES[family]()).eval()
+        model = (models.t5() if family == "t5" else pipelined.FAMILIES[family]()).eval()
         attach_l2l(model, L2LConfig(device=pipelined.devices(count), ubatch_size=2))
         batch = batch_for(model, rows=5)
         with torch.no_grad():

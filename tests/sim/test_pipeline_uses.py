@@ -12,10 +12,10 @@ import transformers as hf
 from torch import nn
 
 import pipelined
-from families import SMALL, batch_for
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.stash.arrivals import Arrivals
 from hf_l2l.testing import enable_simulated_accelerator
+from models import SMALL, batch_for
 from pipelined import devices
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine.relay import Relay
 from hf_l2l.eps.nonfinite import NonFiniteError
 from hf_l2l.model.stacks import find_stacks
+from models import FAMILIES, attached, batch_for, gradients, train_once
 from training import l2l_trainer, logs, settled_memory, tiny_bert
 from update_cases import toy, toy_under
 

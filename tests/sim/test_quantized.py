@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from families import attached, batch_for, gradients, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import parts_of
 from hf_l2l.testing import Costs, page_lock_limit, page_locked_bytes, virtual_clock
+from models import attached, batch_for, gradients, relative_error, train_once
 from toy_quantized import ToyInt8, quantize_linears
 from training import tiny_bert
 

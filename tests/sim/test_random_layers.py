@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from families import Gradients, attached, batch_for, gradients, relative_error
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.runtime import compute_state
 from kernel_cases import WIDTH, Stack
+from models import Gradients, attached, batch_for, gradients, relative_error
 from training import settled_memory, tiny_bert
 
 OPTIONS: list[dict[str, Any]] = [

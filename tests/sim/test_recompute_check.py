@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from families import batch_for, bert, llama, t5
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.model.layer_state import LayerState
 from hf_l2l.testing import enable_simulated_accelerator
 from impure_layers import CHANGING, DRAWING, ROWS, WIDTH, Block, Drops, made
+from models import batch_for, bert, llama, t5
 from training import settled_memory
 
 PATTERN = "the recompute of a layer must give the outputs of its forward"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from families import assert_same_bits, attached, batch_for, bert, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.eps.host_memory import HostMemory, SmallTensors
 from hf_l2l.eps.masters import Masters
 from hf_l2l.runtime import stream
+from models import assert_same_bits, attached, batch_for, bert, gradients, train_once
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, copy_as, detach_l2l, estimate
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.nonfinite import NonFiniteError
 from hf_l2l.runtime.observer import OBSERVERS, observe
 from hf_l2l.testing import enable_simulated_accelerator
+from models import FAMILIES, attached, batch_for, gradients, train_once
 from tiers import combined
 from training import SAVING, arguments, inner_optimizer, l2l_trainer, logs, plain_trainer, settled_memory, tiny_bert
 from update_cases import OPTIMIZERS, Run, assert_same, raw_loop, toy, toy_under, trainer_loop

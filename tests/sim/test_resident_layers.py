@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, estimate
 from hf_l2l.eps import updates
 from hf_l2l.model.stacks import parameter_bytes
+from models import FAMILIES, attached, batch_for, gradients, train_once
 from tiers import combined
 from training import SAVING, inner_optimizer, l2l_trainer, logs, plain_trainer, settled_memory, tiny_bert
 from transit import Bytes

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
+from models import FAMILIES, attached, batch_for, gradients, train_once
 from tiers import combined
 from training import SAVING, l2l_trainer, logs, settled_memory, tiny_bert
 from transit import Bytes

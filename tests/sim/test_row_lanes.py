@@ -18,7 +18,6 @@ import transformers as hf
 from torch import nn
 
 from accumulated import tiny_llama
-from families import SMALL, assert_same_bits, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.logits import chunks
 from hf_l2l.runtime import stream, wait_reasons
@@ -26,6 +25,7 @@ from hf_l2l.stash import spill
 from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import copies_under_way, sim_copies, sim_stream
 from memory_switches import land_the_rest, poisoned_releases
+from models import SMALL, assert_same_bits, attached, batch_for, gradients, train_once
 from training import settled_memory, weights_after
 
 ON_HOST: dict[str, Any] = {"ubatch_size": 3, "stash": "host", "boundary": "host"}

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from families import assert_same_bits, attached, batch_for, bert, gpt2, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.device.device_weights import _DeviceBuffers
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime import stream, tensors
 from hf_l2l.runtime.tensors import SMALL, sent, to_device
+from models import assert_same_bits, attached, batch_for, bert, gpt2, gradients, train_once
 
 SIM = torch.device("sim", 0)
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from families import attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.report.summary import summary
 from hf_l2l.rows.host_rows import HostRows
@@ -22,6 +21,7 @@ from hf_l2l.runtime import stream
 from hf_l2l.stash import spill, tiers
 from hf_l2l.testing import sim_stream
 from memory_switches import poisoned_releases
+from models import attached, batch_for, gradients, train_once
 from training import assert_same_run, l2l_trainer, stopped_at_two, tiny_bert, weights_after
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}

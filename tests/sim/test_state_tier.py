@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from families import assert_same_bits
 from hf_l2l import L2LConfig, attach_l2l, estimate
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.state_tier import server
 from hf_l2l.testing import sim_stream
+from models import assert_same_bits
 from timed_machine import Machine, Stack, timed_step
 from training import batch_for, tiny_bert, weights_after
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from families import assert_same_bits
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report.timeline import ROWS, Timeline
 from hf_l2l.report.trace_file import TraceFile
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
+from models import assert_same_bits
 from timed_machine import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 from training import l2l_trainer, measured, tiny_bert, weights_after
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from families import assert_same_bits, attached, batch_for, gradients, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.device.slots import GradientSlots
 from hf_l2l.engine.layer_call import LayerCall
@@ -23,6 +22,7 @@ from hf_l2l.rows.host_rows import host_of
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
+from models import assert_same_bits, attached, batch_for, gradients, train_once
 from training import settled_memory, tiny_bert
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from families import batch_for, train_once
 from hf_l2l import EngineFailedError, L2LConfig, attach_l2l
 from hf_l2l.eps import gradients, updates, weight_copies
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.runtime.worker import Task
 from hf_l2l.testing import sim_stream
 from memory_switches import land_the_rest, poisoned_releases
+from models import batch_for, train_once
 from training import settled_memory
 from update_cases import (
     Toy,

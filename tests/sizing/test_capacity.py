@@ -9,9 +9,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import SMALL
 from hf_l2l import L2LConfig, estimate
 from hf_l2l.sizing.capacity import LORA, RANK, SETTINGS
+from models import SMALL
 from tiers import combined
 
 SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 1}

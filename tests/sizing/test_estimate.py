@@ -12,9 +12,9 @@ import transformers as hf
 from torch import nn
 
 from cli_models import LLAMA, written
-from families import SMALL, llama
 from hf_l2l import L2LConfig, L2LTrainingArguments, estimate
 from hf_l2l.plan.estimate import Estimate
+from models import SMALL, llama
 
 BATCH: dict[str, Any] = {"rows": 4, "tokens": 8}
 HOST: dict[str, Any] = {"stash": "host", "ubatch_size": 1}

@@ -20,13 +20,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from families import attached, batch_for, bert, gradients, train_once
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.memory import host_limits
 from hf_l2l.runtime.flat_memory import Room
 from hf_l2l.stash import spill
 from hf_l2l.stash.rooms import RoomPool
 from hf_l2l.stash.spill import PREFIX, SpillFile
+from models import attached, batch_for, bert, gradients, train_once
 
 
 @pytest.fixture(autouse=True)

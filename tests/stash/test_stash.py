@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from families import TOLERANCE, attached, batch_for, bert, gradients, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.runtime.stream import HOST
 from hf_l2l.stash.stash import Stash
 from hf_l2l.stash.tiers import Tiers
 from memory_switches import forced_copies
+from models import TOLERANCE, attached, batch_for, bert, gradients, relative_error, train_once
 
 
 @pytest.fixture(params=["views", "copies"])

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from families import TOLERANCE, Gradients, gradients, relative_error
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, copy_as
 from kernel_cases import WIDTH, Attentive, Stack, dropped
 from memory_switches import forced_copies, poisoned_releases
+from models import TOLERANCE, Gradients, gradients, relative_error
 
 FLOAT64 = TOLERANCE[torch.float64]
 

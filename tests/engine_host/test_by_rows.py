@@ -12,8 +12,16 @@ import torch
 import transformers as hf
 from torch import nn
 
-import families
-from families import (
+import models
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.engine.by_rows import ByRows
+from hf_l2l.logits import chunks
+from hf_l2l.rows.host_rows import HostRows
+from hf_l2l.rows.row_modules import input_embeddings
+from hf_l2l.rows.weight_sums import _ReadRows
+from hf_l2l.stash.boundary import Boundary
+from memory_switches import forced_copies
+from models import (
     ROWS,
     SMALL,
     TOLERANCE,
@@ -28,14 +36,6 @@ from families import (
     t5,
     vit,
 )
-from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.by_rows import ByRows
-from hf_l2l.logits import chunks
-from hf_l2l.rows.host_rows import HostRows
-from hf_l2l.rows.row_modules import input_embeddings
-from hf_l2l.rows.weight_sums import _ReadRows
-from hf_l2l.stash.boundary import Boundary
-from memory_switches import forced_copies
 
 ON_HOST = {"stash": "host", "boundary": "host", "ubatch_size": 3}
 
@@ -105,7 +105,7 @@ BY_UBATCH = {
     "frozen embeddings": frozen_embeddings,
     "gpt2, which adds positions": gpt2,
     "electra, which projects": electra,
-    "roberta, whose head takes one token": families.roberta,
+    "roberta, whose head takes one token": models.roberta,
     "gemma, which scales": gemma,
     "t5, shared and untied": lambda: t5_of(tie_word_embeddings=False),
     "token classification": bert_tokens,

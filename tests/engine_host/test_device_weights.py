@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from families import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.device.device_weights import DeviceWeights, uploaded
 from hf_l2l.eps.host_memory import HostMemory
@@ -17,6 +16,7 @@ from hf_l2l.eps.masters import Masters
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime.stream import HOST
 from memory_switches import forced_copies
+from models import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
 
 
 @pytest.fixture(params=["views", "copies"])

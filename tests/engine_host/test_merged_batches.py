@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from families import (
+from hf_l2l.hf.attach import attachment_of
+from hf_l2l.model.batch_dims import NotCut, RowCuts
+from models import (
     FAMILIES,
     TOLERANCE,
     assert_same_bits,
@@ -21,8 +23,6 @@ from families import (
     relative_error,
     train_once,
 )
-from hf_l2l.hf.attach import attachment_of
-from hf_l2l.model.batch_dims import NotCut, RowCuts
 
 EXACT = TOLERANCE[torch.float64]
 

@@ -15,7 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from families import (
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.engine.splitting import Splitter
+from hf_l2l.model.batch_dims import ubatches
+from memory_switches import forced_copies
+from models import (
     ROWS,
     TOKENS,
     TOLERANCE,
@@ -32,10 +36,6 @@ from families import (
     t5,
     train_once,
 )
-from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.splitting import Splitter
-from hf_l2l.model.batch_dims import ubatches
-from memory_switches import forced_copies
 
 FLOAT64 = torch.float64
 EXACT = TOLERANCE[FLOAT64]

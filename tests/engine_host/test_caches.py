@@ -9,8 +9,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import ROWS, TOLERANCE, attached, batch_for, gpt2, gradients, llama, relative_error, t5
 from memory_switches import forced_copies
+from models import ROWS, TOLERANCE, attached, batch_for, gpt2, gradients, llama, relative_error, t5
 
 PREFIX = 3
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import parity_cases as cases
-from families import FAMILIES, assert_same_bits, attached, batch_for, gradients, reference, train_once
 from memory_switches import forced_copies
+from models import FAMILIES, assert_same_bits, attached, batch_for, gradients, reference, train_once
 from training import tiny_bert
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from families import TOLERANCE, attached, gradients, relative_error
 from memory_switches import forced_copies
+from models import TOLERANCE, attached, gradients, relative_error
 
 ROWS, WIDTH = 7, 4
 

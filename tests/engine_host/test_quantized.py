@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from families import assert_same_bits, attached, batch_for, gradients, llama, relative_error, train_once
 from hf_l2l import detach_l2l
 from hf_l2l.runtime.tensors import parts_of
 from memory_switches import forced_copies
+from models import assert_same_bits, attached, batch_for, gradients, llama, relative_error, train_once
 from toy_quantized import ToyInt8, quantize_linears
 from training import tiny_bert
 

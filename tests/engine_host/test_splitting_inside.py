@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from families import TOLERANCE, attached, gradients, relative_error
+from models import TOLERANCE, attached, gradients, relative_error
 
 ROWS, TOKENS, WIDTH = 6, 5, 4
 FLOAT64 = torch.float64

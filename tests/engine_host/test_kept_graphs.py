@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from families import FAMILIES, TOLERANCE, attached, batch_for, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l
+from models import FAMILIES, TOLERANCE, attached, batch_for, gradients, reference, relative_error, train_once
 from update_cases import assert_same, raw_loop, toy
 
 

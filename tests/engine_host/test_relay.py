@@ -15,10 +15,10 @@ import torch
 import transformers as hf
 from torch import nn
 
-from families import SMALL, TOLERANCE, attached, batch_for, bert, gradients, reference, relative_error, train_once
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.engine import shell
 from hf_l2l.runtime.tensors import OBJECTS_INSPECTED, tensors_within
+from models import SMALL, TOLERANCE, attached, batch_for, bert, gradients, reference, relative_error, train_once
 
 FLOAT64 = TOLERANCE[torch.float64]
 

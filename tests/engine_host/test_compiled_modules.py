@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from families import assert_same_bits, gradients
 from hf_l2l import L2LConfig, attach_l2l
+from models import assert_same_bits, gradients
 
 WIDTH, VOCAB = 8, 32
 
