@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import nn
+from transformers.utils import ModelOutput
 
 from hf_l2l import L2LConfig, attach_l2l
 
@@ -93,6 +94,63 @@ def vit() -> nn.Module:
         **sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2
     )
     return hf.ViTForImageClassification(config)
+
+
+class Block(nn.Module):
+    """A layer of `Toy`."""
+
+    def __init__(self, width: int, dropout: float, *, buffers: bool) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        if buffers:
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+            self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and hasattr(self, "seen"):
+            self.seen += 1
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.25)
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Toy(nn.Module):
+    """A stack of few operations between an embedding and a head, with the same weights whenever one is made.
+
+    Args:
+        layers, width: how many blocks, and the features of each row that passes through them.
+        tied: whether the head has the weight of the embedding.
+        dropout: of each block.
+        buffers: whether a block writes into buffers of its own whenever it trains.
+        calls: how often each block is called in a forward, one pass over all blocks after the other, as in ALBERT.
+    """
+
+    def __init__(
+        self,
+        layers: int = 3,
+        width: int = 8,
+        *,
+        tied: bool = True,
+        dropout: float = 0.1,
+        buffers: bool = False,
+        calls: int = 1,
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.embed, self.head = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
+            self.blocks = nn.ModuleList(Block(width, dropout, buffers=buffers) for _ in range(layers))
+        if tied:
+            self.head.weight = self.embed.weight
+        self.calls = calls
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> ModelOutput:
+        x = self.embed(input_ids)
+        for _ in range(self.calls):
+            for block in self.blocks:
+                x = block(x)
+        logits = self.head(x)
+        return ModelOutput(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
