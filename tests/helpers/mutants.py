@@ -4,9 +4,10 @@
     python tests/helpers/mutants.py run old FOLDER    # which are found; goes on where it stopped
     python tests/helpers/mutants.py table             # found by each suite
 
-FOLDER has what runs of the suite have left: in each `*.coverage` the tests that reach each line, in the `*.xml` beside
-it how long they took (pytest-cov with `--cov=hf_l2l --cov-branch --cov-context=test --junitxml=FILE`). A mutant is run
-against the tests that reach its line, the quickest first, up to the first that fails, in a copy of the checkout.
+FOLDER has what runs of the suite have left: in `cpu.coverage` and `sim.coverage` the tests that reach each line, in
+the `.xml` beside it how long they took (pytest-cov with `--cov=hf_l2l --cov-branch --cov-context=test
+--junitxml=FILE`). A mutant is run against the tests that reach its line, the quickest first, up to the first that
+fails, in a copy of the checkout.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ FACTORS[ast.FloorDiv] = ast.Mult
 SLOWEST = 120
 """Seconds more than four times what they took, after which the tests of a mutant are ended: it has made one of them
 wait forever, which finds it."""
+ENDLESS = "a test that does not end"
 FIRST = 3.0
 """Seconds that the tests which are run first take, each further part four times as many."""
 
@@ -192,9 +194,12 @@ def listed() -> list[Mutant]:
 
 
 def reached(runs: Path) -> dict[str, list[str]]:
-    """The tests that reach the lines of each mutant, and "" where a process that they started does."""
+    """The tests that reach the lines of each mutant, after their device; a device alone where a process that they
+    started does."""
     found: dict[str, set[str]] = {each.name: set() for each in listed()}
+    of_file: dict[str, set[str]] = {each.file: set() for each in listed()}
     for coverage in runs.glob("*.coverage"):
+        device = coverage.stem
         with sqlite3.connect(coverage) as data:
             contexts = dict(data.execute("select id, context from context"))
             for file in sorted({each.file for each in listed()}):
@@ -204,22 +209,27 @@ def reached(runs: Path) -> dict[str, list[str]]:
                     for context, *lines in arcs:
                         for line in lines:
                             by_line.setdefault(line, set()).add(context)
+                    names = {contexts[id_].partition("|")[0] for ids in by_line.values() for id_ in ids}
+                    of_file[file] |= {f"{device} {name}" for name in names if device == "sim" and name}
                     for each in (each for each in listed() if each.file == file):
                         for line in range(each.line, each.end_line + 1):
-                            found[each.name] |= {contexts[id_].partition("|")[0] for id_ in by_line.get(line, ())}
-    return {name: sorted(tests) for name, tests in found.items()}
+                            found[each.name] |= {
+                                f"{device} {contexts[id_].partition('|')[0]}" for id_ in by_line.get(line, ())
+                            }
+    # Threads that autograd makes for a device are not traced: where nothing was, it may be they that come by.
+    return {each.name: sorted(found[each.name] or {*of_file[each.file], "sim "}) for each in listed()}
 
 
 def seconds_of(runs: Path) -> dict[str, float]:
     """How long each test took."""
-    cases = [case for file in runs.glob("*.xml") for case in ElementTree.parse(file).iter("testcase")]
     return {
-        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": float(case.get("time", 1))
-        for case in cases
+        f"{file.stem} {case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": float(case.get("time", 1))
+        for file in runs.glob("*.xml")
+        for case in ElementTree.parse(file).iter("testcase")
     }
 
 
-STARTED = ("tests/ranks", "tests/checkpoint", "tests/realtime", "tests/state_tier", "tests/sim/test_ranks.py")
+STARTED = ("tests/ranks", "tests/checkpoint", "tests/realtime", "tests/state_tier")
 """Where tests start processes of their own, for lines that only those reach."""
 
 
@@ -228,27 +238,30 @@ def run_one(mutant: Mutant, tests: Sequence[str], seconds: dict[str, float], che
     file = checkout / mutant.file
     whole = file.read_text(encoding="utf-8")
     begun, ran = time.monotonic(), 0
-    order = sorted((each for each in tests if each), key=lambda each: seconds.get(each, 1.0))
-    if "" in tests:
+    order = sorted((each for each in tests if "::" in each), key=lambda each: seconds.get(each, 1.0))
+    if len(order) < len(tests):
         package = mutant.file.split("/")[1]
-        order += [each for each in (*STARTED, f"tests/{package}") if (checkout / each).exists()]
+        order += [f"cpu {each}" for each in (*STARTED, f"tests/{package}") if (checkout / each).exists()]
     takes = FIRST
     while order:
         some, expected = [], 0.0
-        for each in order:  # tests of the simulated accelerator have processes of their own
+        device = order[0].partition(" ")[0]
+        for each in order:
             if expected >= takes:
                 break
-            if each.startswith("tests/sim") == order[0].startswith("tests/sim"):
+            if each.startswith(f"{device} "):
                 some.append(each)
                 expected += seconds.get(each, 60.0) + 0.02
         try:
             file.write_text(mutant.applied(whole), encoding="utf-8")
-            found = _first_failure(some, checkout, SLOWEST + 4 * expected)
+            found = _first_failure(device, some, checkout, SLOWEST + 4 * expected)
         finally:
             file.write_text(whole, encoding="utf-8")
-        if found is not None and "::" in found and _first_failure([found], checkout, SLOWEST) is not None:
+        if found in order and _first_failure(device, [found], checkout, SLOWEST) is not None:
             order.remove(found)  # it fails without the mutant, too
             continue
+        if found is not None and "::" not in found and found != ENDLESS:  # nothing was said of a test
+            assert _first_failure(device, some[:1], checkout, SLOWEST) is None, "pytest itself ends with an error"
         ran, takes = ran + len(some), 4 * takes
         if found is not None:
             return {"found": True, "by": found, "ran": ran, "seconds": round(time.monotonic() - begun)}
@@ -257,41 +270,45 @@ def run_one(mutant: Mutant, tests: Sequence[str], seconds: dict[str, float], che
     return {"found": False, "by": None, "ran": ran, "seconds": round(time.monotonic() - begun)}
 
 
-def _first_failure(tests: Sequence[str], checkout: Path, limit: float) -> str | None:
+def _first_failure(device: str, tests: Sequence[str], checkout: Path, limit: float) -> str | None:
     with tempfile.NamedTemporaryFile("w+", suffix=".txt") as names, tempfile.TemporaryFile("w+") as said:
-        names.write("\n".join(tests))
+        names.write("\n".join(each.partition(" ")[2] for each in tests))
         names.flush()
         child = multiprocessing.get_context("fork").Process(
-            target=_run_tests, args=(names.name, said.fileno(), checkout)
+            target=_run_tests, args=(device, names.name, said.fileno(), checkout)
         )
         child.start()
         child.join(limit)
         if child.exitcode is None:
             os.killpg(child.pid or 0, signal.SIGKILL)
             child.join()
-            return "a test that does not end"
+            return ENDLESS
         said.seek(0)
         if child.exitcode in (0, 5):  # passed, or all of them are for other tiers
             return None
         failed = [line for line in said if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0].split(" ", 1)[1].strip() if failed else f"exit code {child.exitcode}"
+    if not failed:
+        return f"exit code {child.exitcode}"
+    return f"{device} {failed[0].split(' - ')[0].split(' ', 1)[1].strip()}"
 
 
-def _run_tests(names: str, said: int, checkout: Path) -> None:
+def _run_tests(device: str, names: str, said: int, checkout: Path) -> None:
     """In a process that has imported all that is slow to import, and nothing of this package."""
     import pytest
 
     os.setpgid(0, 0)
+    os.environ["L2L_TEST_DEVICE"] = device
     for stream in (1, 2):
         os.dup2(said, stream)
     os.chdir(checkout)
     sys.path[:] = [str(checkout), *(each for each in sys.path if not each.startswith(str(ROOT / "tests")))]
-    marks = ("-m", "not slow and not gpu", "-p", "no:randomly")
-    os._exit(pytest.main(["-x", "-q", "--tb=no", "--no-header", *marks, f"@{names}"]))
+    imported = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins of which a part has been
+    words = ("-x", "-q", "--tb=no", "--no-header", *imported, "-m", "not slow and not gpu")
+    os._exit(pytest.main([*words, f"@{names}"]))
 
 
-def run(suite: str, runs: Path, share: tuple[int, int]) -> None:
-    """Run the mutants that have no result yet; `share` is which of how many parts of them."""
+def run(suite: str, runs: Path, share: tuple[int, int], commit: str) -> None:
+    """Run the mutants that have no result yet against the tests of `commit`; `share` is which of how many parts."""
     results, reach = FOLDER / f"{suite}.jsonl", runs / "reached.json"
     known = {row["name"] for row in rows_of(results)} if results.exists() else set()
     if not reach.exists():
@@ -301,7 +318,7 @@ def run(suite: str, runs: Path, share: tuple[int, int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "checkout"
         git = ("git", "-C", str(ROOT), "worktree")
-        subprocess.run([*git, "add", "--quiet", "--detach", str(checkout)], check=True)
+        subprocess.run([*git, "add", "--quiet", "--detach", str(checkout), commit], check=True)
         os.environ["PYTHONPATH"] = str(checkout)  # of programs that tests start
         for module in SLOW_TO_IMPORT:
             import_module(module)
@@ -316,7 +333,7 @@ def run(suite: str, runs: Path, share: tuple[int, int]) -> None:
             subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
 
 
-SLOW_TO_IMPORT = ("torch", "transformers", "transformers.trainer", "accelerate", "hypothesis", "datasets", "pytest")
+SLOW_TO_IMPORT = ("torch", "transformers", "transformers.trainer", "accelerate", "datasets", "pytest")
 
 
 def rows_of(results: Path) -> list[dict[str, Any]]:
@@ -349,13 +366,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     running.add_argument("suite", help="the name of the results: old or new")
     running.add_argument("runs", type=Path, metavar="FOLDER")
     running.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("WHICH", "OF"))
+    running.add_argument("--at", default="HEAD", metavar="COMMIT", help="whose tests, and whose code (this one's)")
     commands.add_parser("table")
     given = parser.parse_args(arguments)
     if given.command == "draw":
         LIST.parent.mkdir(exist_ok=True)
         LIST.write_text(json.dumps([asdict(each) for each in draw()], indent=1) + "\n", encoding="utf-8")
     elif given.command == "run":
-        run(given.suite, given.runs, tuple(given.share))
+        run(given.suite, given.runs, tuple(given.share), given.at)
     else:
         print(table())
 

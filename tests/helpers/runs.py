@@ -80,6 +80,15 @@ def assert_same_tensors(found: dict[str, Any], expected: dict[str, Any]) -> None
             assert torch.equal(torch.as_tensor(found[name]).cpu(), torch.as_tensor(value).cpu()), name
 
 
+def assert_close_tensors(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """The same names, and values that differ by no more than `tolerance` times the largest one of all."""
+    assert found.keys() == expected.keys()
+    largest = max(float(torch.as_tensor(value).abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        differ = (torch.as_tensor(found[name]).cpu().float() - torch.as_tensor(value).cpu().float()).abs().max()
+        assert float(differ) <= tolerance * largest, name
+
+
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Two parameter groups, as the Trainer makes them."""
     decay, rest = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
@@ -159,7 +168,7 @@ def train(
                 loss.backward()
             logged.append(loss.item())
         if max_norm:
-            logged.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+            logged.append(eps.clip_grad_norm_(max_norm).item())
         made.step()
         scheduler.step()
         made.zero_grad()

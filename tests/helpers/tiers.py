@@ -29,21 +29,23 @@ def times(few: int, many: int) -> int:
     return many if ALL else few
 
 
-def combinations(*dimensions: Iterable[Any], where: Callable[..., bool] = lambda *_: True) -> list[Any]:
+def combinations(
+    *dimensions: Iterable[Any], together: int = 2, where: Callable[..., bool] = lambda *_: True
+) -> list[Any]:
     """Combinations of one value of each dimension, of those for which `where` is true.
 
-    `make test-all` has all of them. `make test` has so many that any two values which can meet do.
+    `make test-all` has all of them. `make test` has so many that any two values which can meet do; or, with
+    `together=1`, that each value occurs.
     """
     every = [values for values in itertools.product(*map(tuple, dimensions)) if where(*values)]
-    return [pytest.param(*each, id="-".join(map(_named, each))) for each in (every if ALL else pairwise(every))]
+    some = every if ALL else few(every, min(together, len(dimensions)))
+    return [pytest.param(*each, id="-".join(map(_named, each))) for each in some]
 
 
-def pairwise(every: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """A few of these combinations in which all pairs of values occur that occur in any: always the one that has most
-    of those which are missing, the first of several. Combinations of one value are all there."""
-    if any(len(each) < 2 for each in every):
-        return every
-    pairs = [set(itertools.combinations(enumerate(map(_named, each)), 2)) for each in every]
+def few(every: list[tuple[Any, ...]], together: int) -> list[tuple[Any, ...]]:
+    """A few of these combinations in which so many values occur together as do in any: always the one that has most
+    of what is missing, the first of several."""
+    pairs = [set(itertools.combinations(enumerate(map(_named, each)), together)) for each in every]
     missing = set().union(*pairs)
     chosen = []
     while missing:
