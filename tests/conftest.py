@@ -46,9 +46,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
-    """Nothing is collected of a test for `make test-all` alone."""
-    is_nightly = any(mark.name == "nightly" for mark in getattr(obj, "pytestmark", ()))
-    return [] if is_nightly and not ALL and callable(obj) else None
+    """Nothing is collected of a test for `make test-all` alone, or for a device with memory of its own."""
+    if not callable(obj):
+        return None
+    marks = {mark.name for mark in getattr(obj, "pytestmark", ())}
+    is_left_out = ("nightly" in marks and not ALL) or ("on_a_device" in marks and DEVICE == "cpu")
+    return [] if is_left_out else None
 
 
 @pytest.fixture(scope="session")

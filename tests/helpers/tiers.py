@@ -19,6 +19,11 @@ def nightly(test: T) -> T:
     return pytest.mark.nightly(test)
 
 
+def on_a_device(test: T) -> T:
+    """Decorates a test of what only a device with memory of its own has: it is not collected for the CPU."""
+    return pytest.mark.on_a_device(test)
+
+
 def more(*values: Any) -> tuple[Any, ...]:
     """Values that `make test-all` alone runs, beside those it has in common with `make test`."""
     return values if ALL else ()
