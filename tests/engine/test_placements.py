@@ -17,6 +17,7 @@ from models import FAMILIES, Toy, batch_for, gradients, train_once
 from placements import PLACEMENTS
 from runs import (
     OPTIMIZERS,
+    UPDATED_BY,
     Run,
     assert_close_tensors,
     assert_same_run,
@@ -35,7 +36,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16, copies per sweep": {"cmp": "bf16", "host_copies": "per_sweep"},
     "fp16": {"cmp": "fp16", "loss_scale_init": 1024.0},
 }
-UPDATES = {"serial": "SGD", "deferred": "AdamW", "eager": "LAMB"}
 MOVED = [name for name in PLACEMENTS if name != "streamed"]
 OTHERS = [
     *("tight", "stash on the host", "some stash on the device", "shell and layers"),
@@ -47,15 +47,15 @@ MAIN = [name for name in MOVED if name not in OTHERS]
 
 @cache
 def streamed(mode: str, precision: str) -> Run:
-    return train(optimizer=UPDATES[mode], eps_update=mode, accumulation=2, **PRECISIONS[precision])
+    return train(optimizer=UPDATED_BY[mode], eps_update=mode, accumulation=2, **PRECISIONS[precision])
 
 
 @pytest.mark.parametrize(
     ("placement", "mode", "precision"),
-    combinations(MOVED, UPDATES, PRECISIONS, where=lambda *case: case[1:] != ("eager", "fp16")),
+    combinations(MOVED, UPDATED_BY, PRECISIONS, where=lambda *case: case[1:] != ("eager", "fp16")),
 )
 def test_they_train_as_streamed_ones(placement, mode, precision):
-    where, same = PLACEMENTS[placement], {"optimizer": UPDATES[mode], "eps_update": mode, "accumulation": 2}
+    where, same = PLACEMENTS[placement], {"optimizer": UPDATED_BY[mode], "eps_update": mode, "accumulation": 2}
     found, expected = train(**same, **PRECISIONS[precision], **where.options), streamed(mode, precision)
     if where.is_exact:
         assert_same_run(found, expected)
@@ -137,7 +137,7 @@ PLANS = st.fixed_dictionaries(
 ).filter(lambda plan: plan["resident_layers"] + plan["kept_weights"] <= 3)
 PROGRAMS = st.fixed_dictionaries(
     {
-        "eps_update": st.sampled_from(sorted(UPDATES)),
+        "eps_update": st.sampled_from(sorted(UPDATED_BY)),
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
         "accumulation": st.integers(1, 2),
         "cmp": st.sampled_from([None, "bf16"]),

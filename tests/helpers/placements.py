@@ -49,7 +49,7 @@ PLACEMENTS: dict[str, Placement] = {
     ),
     "all, updated on the host": Placement({"resident": "all", "resident_update": "host"}, uploads=LAYERS),
     "kept weights": Placement({"kept_weights": 1}, uploads=2 * LAYERS - 2 - 1, kept={"kept weights": 1}),
-    "kept graphs": Placement({"kept_graphs": 2}, kept={"kept weights": 2}),
+    "kept graphs": Placement({"kept_graphs": 2}, uploads=2 * LAYERS - 2 - 2, kept={"kept weights": 2}),
     "all and graphs": Placement({"resident": "all", "kept_graphs": 3}, LAYERS, True, uploads=0),
     "some of each": Placement({"resident_layers": 1, "kept_weights": 2, "kept_graphs": 1}, 1, uploads=LAYERS - 1),
 }

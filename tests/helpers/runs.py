@@ -26,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
     "LAMB": lambda groups: Lamb(groups, lr=1e-2),
 }
+UPDATED_BY = {"serial": "SGD", "deferred": "AdamW", "eager": "LAMB"}
+"""Every `eps_update` with an optimizer: each of both once."""
 CLIPS = {"serial": 0.5, "deferred": 0.5, "eager": 0.0, "plain": 0.5}
 """`eps_update` -> the norm that gradients are clipped to in tests of all modes; 0 for none, as eager updates need.
 "plain" is transformers' own Trainer."""

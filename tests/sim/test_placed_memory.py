@@ -1,0 +1,238 @@
+"""What a placement takes of the device, and what of a step travels, on the simulated accelerator: bytes by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_l2l import L2LConfig, attach_l2l, estimate
+from models import Toy, batch_for, train_once
+from placements import LAYERS, PLACEMENTS, traffic, travelling_bytes
+from runs import OPTIMIZERS, attach, config_for
+from tiers import more
+from training import settled_memory, tiny_bert
+
+
+def stepped(model: nn.Module, steps: int = 2, **options: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """The EPS, the optimizer and a batch of a model that has made some steps."""
+    eps = attach_l2l(model, config_for(model, **{"device": "sim", "ubatch_size": 2, **options}))
+    optimizer, batch = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3)), batch_for(model)
+    for _ in range(steps):
+        train_once(model, batch)
+        optimizer.step(), optimizer.zero_grad()
+    eps.synchronize()
+    return eps, optimizer, batch
+
+
+WITH_LANES = [
+    name for name, each in PLACEMENTS.items() if each.options.get("stash") != "host" and "prefetch" not in each.options
+]
+"""Those in whose lanes weights and gradients travel alone."""
+
+
+@pytest.mark.parametrize("name", WITH_LANES)
+def test_what_travels_in_a_step(name):
+    """The shell and the layers' weights, and gradients of what is updated on the host: `Placement.uploads` says how
+    many layers; what stays is uploaded once per update, where it is updated on the host."""
+    placement = PLACEMENTS[name]
+    model = tiny_bert(layers=LAYERS, dropout=0.0)
+    eps, optimizer, batch = stepped(model, **placement.options)
+    layer = travelling_bytes(model.bert.encoder.layer[0])
+    shell = sum(p.nbytes for each, p in model.named_parameters() if "encoder" not in each)
+    is_renewed = placement.options.get("resident_update") == "host"
+    has_copies = is_renewed and placement.options.get("resident") == "all"
+    of_shell = 0 if placement.resident_shell else shell
+    found = traffic(lambda: train_once(model, batch))
+    assert found["upload"] == placement.uploads * layer + of_shell
+    streamed_gradients = (LAYERS - placement.resident_layers) * layer
+    assert found["download"] >= streamed_gradients + of_shell
+    assert found["download"] <= streamed_gradients + of_shell + 64 * (LAYERS + 8)  # and norms
+    again = traffic(lambda: train_once(model, batch))["upload"]  # a second batch of the step
+    renewed = LAYERS if has_copies else 2 if is_renewed else 0
+    added_to = sum(p.grad.nbytes for p in model.parameters() if p.grad.is_cpu)
+    assert again == found["upload"] - renewed * layer - (shell if has_copies else 0) + added_to
+    optimizer.step(), optimizer.zero_grad()
+    assert traffic(lambda: train_once(model, batch)) == found
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_LANES if "graphs" not in name and name != "some of each"])
+@pytest.mark.parametrize("options", [{"cmp": "bf16"}, *more({})], ids=str)
+def test_what_they_take_has_a_name_and_an_estimate(name, options):
+    settled_memory()
+    placement, model = PLACEMENTS[name], tiny_bert(layers=LAYERS, width=32)
+    eps, optimizer, batch = stepped(model, **options, **placement.options)
+    loss = model(**batch).loss
+    found, layer = eps.memory_report()["device"], travelling_bytes(model.bert.encoder.layer[0], 2 if options else 4)
+    loss.backward()
+    resident = eps.memory_report()["device"]["resident layers"]["now"]  # with gradients
+    config = L2LConfig(device="sim", ubatch_size=2, **options, **placement.options)
+    need, streamed = estimate(model, config, optimizer), estimate(model, L2LConfig(device="sim", **options), optimizer)
+    for kind, layers in placement.kept.items():
+        assert found[kind]["now"] == layers * layer, kind
+    assert found["kept weights"]["now"] == need.kept_weights
+    assert resident == pytest.approx(need.resident, rel=0.02)
+    count = sum(p.numel() for each in model.bert.encoder.layer[: placement.resident_layers] for p in each.parameters())
+    assert 16 * count <= resident or "resident layers" in placement.kept
+    if placement.resident_shell:
+        count += sum(p.numel() for each, p in model.named_parameters() if "encoder" not in each)
+    # Masters, gradients and moments of what is resident are not on the host.
+    assert streamed.masters - need.masters == streamed.gradients - need.gradients == 4 * count
+    assert streamed.moments - need.moments == pytest.approx(8 * count, rel=0.01)
+
+
+def test_a_resident_shell_takes_masters_gradients_and_moments():
+    """Device memory after a step is that of the streamed run and what the estimate says more."""
+    held, said = [], []
+    for resident in ("none", "shell"):
+        before = settled_memory()
+        model = tiny_bert(layers=2, width=64)
+        eps, optimizer, batch = stepped(model, resident=resident)
+        train_once(model, batch)
+        eps.synchronize()
+        held.append(settled_memory() - before)
+        said.append(estimate(model, L2LConfig(device="sim", resident=resident), optimizer))
+        count = sum(p.numel() for name, p in model.named_parameters() if "encoder" not in name)
+        del model, eps, optimizer
+    assert held[1] - held[0] == pytest.approx(4 * 4 * count, rel=0.03)
+    assert said[1].shell - said[0].shell == pytest.approx((4 * 4 - 8) * count, rel=0.01)
+
+
+def test_accumulation_holds_one_gradient_of_what_is_resident():
+    """Beside the new one, which is added at once."""
+    peaks = []
+    for accumulation in (1, 2):
+        model, eps, optimizer, batch = attach(resident="shell")
+        optimizer.zero_grad()
+        for turn in range(accumulation):
+            loss = model(**batch).loss
+            held = settled_memory()  # without what earlier tests have left
+            loss.backward()
+            if turn == accumulation - 1:
+                peaks.append(settled_memory() - held)  # the device's thread frees the graph a little later
+        del loss, model, eps, optimizer
+    assert peaks[1] <= peaks[0] - 0.9 * 4 * 8 * 60  # the second backward leaves no gradient more
+
+
+def test_slots_are_of_the_largest_streamed_layer_and_of_no_layer_that_stays():
+    found = {}
+    for name, options in {
+        "streamed": {},
+        "first": {"resident_layers": 1},
+        "all": {"resident": "all"},
+        "all keep": {"kept_weights": 3, "gradient_slots": 1},
+    }.items():
+        model = Toy(tied=False)
+        model.blocks[0].up, model.blocks[0].down = nn.Linear(8, 512), nn.Linear(512, 8)
+        model, eps, optimizer, batch = attach(model, OPTIMIZERS["SGD"], **options)
+        model(**batch).loss.backward()
+        found[name] = eps.memory_report()["device"]["slots"]["now"]
+        optimizer.step()
+    large = travelling_bytes(model.blocks[0])
+    assert found["first"] < found["streamed"] / 10 and found["all"] == 0
+    assert found["all keep"] == large and found["streamed"] == 4 * large
+
+
+def test_of_layers_with_kept_graphs_nothing_is_stashed():
+    model, eps, optimizer, batch = attach(stash="host", kept_graphs=3, resident="shell")
+    model(**batch).loss.backward()
+    optimizer.step()
+    loss = model(**batch).loss
+    assert eps.memory_report()["host"]["stash"]["peak"] == 0
+    loss.backward()
+
+
+@pytest.mark.parametrize("boundary", ["host", *more("device")])
+@pytest.mark.parametrize("kept", [1, *more(0, 3)])
+def test_inputs_that_stay_do_not_travel(kept, boundary):
+    """Of four layers, the inputs of the first ones go to the host and come back, one micro-batch after the other."""
+    seen, width = [], 32
+    for on_device in (0, kept):
+        model = tiny_bert(layers=4, width=width)
+        batch = batch_for(model)
+        config = L2LConfig(device="sim", ubatch_size=2, stash="host", boundary=boundary, device_stash=on_device)
+        eps = attach_l2l(model, config)
+        for _ in range(2):
+            train_once(model, batch)
+        losses: list[torch.Tensor] = []
+        down = traffic(lambda model=model, batch=batch, losses=losses: losses.append(model(**batch).loss))["download"]
+        seen.append((down, eps.memory_report()["device"]["stash"]["now"]))
+        losses[0].backward()
+    inputs = batch["input_ids"].numel() * width * 4
+    assert seen[1][1] - seen[0][1] == seen[0][0] - seen[1][0] == kept * inputs
+
+
+@pytest.mark.parametrize("options", [{}, {"kept_graphs": 2}, {"resident": "all", "kept_graphs": 3}], ids=str)
+def test_a_call_without_a_backward_frees_its_memory(options):
+    model, _, optimizer, batch = attach(**options)
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(**batch)
+    held = settled_memory()
+    for _ in range(2):
+        loss = model(**batch).loss
+        assert settled_memory() > held
+        del loss
+        assert settled_memory() == held
+    with torch.no_grad():
+        model(**batch)
+    assert settled_memory() == held
+
+
+def test_the_backward_frees_kept_graphs_though_the_loss_lives():
+    model, eps, optimizer, batch = attach(stash="device", kept_graphs=3)
+    for _ in range(2):
+        loss = model(**batch).loss
+        assert eps.memory_report()["device"]["kept graphs"]["now"] > 0
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        assert eps.memory_report()["device"]["kept graphs"]["now"] == 0
+
+
+@pytest.mark.parametrize("change", ["frozen", "assigned"])
+def test_evaluations_of_a_changed_model_leave_no_copies_behind(change):
+    """Each such call has units of its own, until one that trains."""
+    model = tiny_bert(layers=2)
+    attach_l2l(model, L2LConfig(device="sim", **PLACEMENTS["all, updated on the host"].options))
+    ids = torch.randint(5, 50, (2, 6))
+    model(input_ids=ids, labels=torch.zeros(2, dtype=torch.long)).loss.backward()
+    if change == "frozen":
+        model.requires_grad_(False)
+    else:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    held = []
+    for _ in range(4):
+        with torch.no_grad():
+            model(input_ids=ids)
+        held.append(settled_memory())
+    assert held[1] == held[2] == held[3]
+
+
+def test_a_look_at_how_calls_are_split_uploads_no_resident_copy():
+    """The first call of a kind replays its beginning with the masters, which are only read."""
+    model = tiny_bert(layers=2, dropout=0.0)
+    stepped(model, 1, resident="all", resident_update="host")
+    batch, other = batch_for(model), batch_for(model, rows=6)
+    train_once(model, batch)
+    with torch.no_grad():
+        assert traffic(lambda: model(**other))["upload"] == 0
+        assert traffic(lambda: model(**other))["upload"] == 0
+
+
+def test_weights_that_do_not_fit_go_back_to_the_host():
+    from hf_l2l.testing import enable_simulated_accelerator
+
+    model = Toy()
+    enable_simulated_accelerator(torch.accelerator.memory_allocated() + model.embed.weight.nbytes)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            attach(model, resident="shell")
+    finally:
+        enable_simulated_accelerator(None)
+    assert "resident='shell'" in raised.value.__notes__[-1]
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    attach(model, resident="shell")
