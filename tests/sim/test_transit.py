@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +13,16 @@ from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.device.slots import GradientSlots
-from hf_l2l.engine.layer_call import LayerCall
 from hf_l2l.engine.relay import Relay
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.rows.host_rows import host_of
 from hf_l2l.runtime import stream, wait_reasons
-from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
 from models import assert_same_bits, attached, batch_for, gradients, train_once
+from runs import attach, config_for
+from scenarios import SCENARIOS, Case
+from tiers import combinations, more
 from training import settled_memory, tiny_bert
 
 
@@ -79,22 +79,6 @@ def test_the_host_waits_before_it_reads_rows_that_are_not_contiguous():
     stash.settle()
 
 
-@pytest.mark.parametrize("ubatch_size", [pytest.param(None, marks=pytest.mark.slow), 3])
-def test_one_gradient_slot_or_two_give_the_same_bits(ubatch_size):
-    found = []
-    for count in (1, 2):
-        model = bert_on_sim(gradient_slots=count, ubatch_size=ubatch_size)
-        for seed in range(2):
-            train_once(model, batch_for(model, seed=seed))
-        found.append(gradients(model))
-    assert_same_bits(*found)
-    plain = tiny_bert(dropout=0.0)
-    for seed in range(2):
-        train_once(plain, batch_for(plain, seed=seed))
-    for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(found[0][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-
-
 def slot_bytes(model: nn.Module) -> tuple[list[int], list[int]]:
     relay = relay_of(model)
     kinds = relay.devices[0].weight_slots.slots, relay.devices[0].gradient_slots.slots
@@ -110,7 +94,6 @@ COPIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", COPIES, ids=str)
 def test_a_layer_travels_in_one_copy_each_way(options):
     layers = 4
@@ -231,9 +214,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("which", [0, 2, 3])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("which", "frozen"), combinations([0, 2, 3], [False, True], together=1))
 def test_a_layer_that_grows_after_attach_trains(which, frozen):
     model, plain = pair(prefetch=True)
     train_as_plain(model, plain)
@@ -262,9 +243,10 @@ def test_parameters_that_are_unfrozen_later_get_their_gradients():
     assert all(p.grad.is_pinned() for p in model.parameters())
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("frozen", [[1], [0, 2], [3], [0, 1, 2, 3]], ids=str)
-@pytest.mark.parametrize("options", [{}, {"gradient_slots": 1}, {"stash": "host"}], ids=str)
+@pytest.mark.parametrize(
+    ("frozen", "options"),
+    combinations([[1], [0, 2], [3], [0, 1, 2, 3]], [{}, {"gradient_slots": 1}, {"stash": "host"}], together=1),
+)
 def test_frozen_layers_in_between_get_none(frozen, options):
     model, plain = pair(**options)
     for each in (model, plain):
@@ -390,12 +372,7 @@ def test_equal_batches_use_the_same_rooms_again():
     assert all(room.is_free for room in relay_of(model).stash.tiers._host._rooms)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    "lengths",
-    [[2, 5, 9, 15], [15, 9, 5, 2], [2, 15, 2, 15], [9, 2, 15, 3, 9]],
-    ids=["growing", "shrinking", "alternating", "mixed"],
-)
+@pytest.mark.parametrize("lengths", [[2, 5, 9, 15], [9, 2, 15, 3, 9], *more([15, 9, 5, 2], [2, 15, 2, 15])], ids=str)
 def test_batches_of_changing_length_take_no_more_rooms(lengths):
     model = bert_on_sim(layers=2, stash="host")
     train_once(model, of_length(model, 15))
@@ -432,112 +409,15 @@ def test_forwards_without_a_backward_take_nothing(held):
     assert (loss is not None) == held
 
 
-def check_graph(use: Callable[[nn.Module, dict[str, torch.Tensor]], None]) -> None:
-    """What `use` leaves in `p.grad` is the same in plain torch."""
-    model, plain = pair(stash="host")
-    for _ in range(2):
-        for each in (model, plain):
-            each.train()
-            use(each, batch_for(each))
-    for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def retained(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    loss = model(**batch).loss
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def two_forwards(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    losses = [model(**b).loss for b in (batch, batch_for(model, seed=9))]
-    for loss in losses:
-        loss.backward()
-
-
-def intermediate(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    outputs = model(**batch, output_hidden_states=True)
-    (found,) = torch.autograd.grad(outputs.loss, outputs.hidden_states[2], retain_graph=True)
-    assert found.shape == outputs.hidden_states[2].shape and found.any()
-    outputs.loss.backward()
-
-
-def evaluated_between(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    loss = model(**batch).loss
-    with torch.no_grad():
-        model(**of_length(model, 15))
-    loss.backward()
-
-
-USES = [retained, two_forwards, intermediate, evaluated_between]
-
-
-@pytest.mark.parametrize("use", USES)
-def test_every_use_of_a_graph_gives_the_gradients_of_plain_torch(use):
-    check_graph(use)
-
-
-def test_the_gradient_of_an_intermediate_is_that_of_plain_torch():
-    found = []
-    for model in pair(stash="host"):
-        outputs = model(**batch_for(model), output_hidden_states=True)
-        found.append(torch.autograd.grad(outputs.loss, outputs.hidden_states[1])[0].cpu())
-        torch.sim.synchronize()  # what was fetched ahead and not asked for
-    assert torch.equal(*found)
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("use", USES)
-def test_no_use_of_a_graph_takes_more_and_more(use):
-    model = bert_on_sim(layers=3, stash="host").train()
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_program_takes_more_and_more(name):
+    made = attach(stash="host", gradient_slots=1)
+    case = Case(*made, config_for(made[0], device="sim", ubatch_size=3, stash="host", gradient_slots=1))
     seen = []
     for _ in range(4):
-        model.zero_grad()
-        use(model, batch_for(model))
-        seen.append((settled_memory(), page_locked_bytes(), rooms(model)))
+        case.model.requires_grad_(True)
+        case.optimizer.zero_grad()
+        SCENARIOS[name](case)
+        case.optimizer.zero_grad()
+        seen.append((settled_memory(), page_locked_bytes()))
     assert len(set(seen[1:])) == 1
-
-
-class FetchLog:
-    """What is fetched and recomputed in a backward, in order: ("fetch" or "compute", layer, first row)."""
-
-    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entries: list[tuple[str, int, int]] = []
-        layers = list(model.bert.encoder.layer)
-        start, execute, remember = Stash._begin, LayerCall.execute, LayerCall.remember
-        of: dict[int, int] = {}
-        turns: dict[int, int] = {}
-
-        def remembered(call: LayerCall, kept: list[torch.Tensor]) -> None:
-            of[kept[0].untyped_storage().data_ptr()] = layers.index(call.layer)
-            remember(call, kept)
-
-        def begun(stash: Stash, fetched: Any) -> None:
-            kept = fetched.kept
-            layer = of[kept.untyped_storage().data_ptr()]
-            self.entries.append(("fetch", layer, kept.storage_offset() // kept.stride(0)))
-            start(stash, fetched)
-
-        def executed(call: LayerCall, tensors: list[torch.Tensor], *turn: Any) -> Any:
-            if torch.is_grad_enabled():
-                layer = layers.index(call.layer)
-                turns[layer] = turns.get(layer, -1) + 1
-                self.entries.append(("compute", layer, call.ubatches[turns[layer]][0]))
-            return execute(call, tensors, *turn)
-
-        monkeypatch.setattr(LayerCall, "remember", remembered)
-        monkeypatch.setattr(Stash, "_begin", begun)
-        monkeypatch.setattr(LayerCall, "execute", executed)
-
-
-def test_rows_are_fetched_one_ubatch_ahead_and_once(monkeypatch):
-    model = bert_on_sim(layers=3, stash="host", ubatch_size=3)
-    batch = batch_for(model, masked=False)
-    train_once(model, batch)
-    log = FetchLog(model, monkeypatch)
-    train_once(model, batch)
-    expected = [(layer, row) for layer in (2, 1, 0) for row in (0, 3, 6)]
-    assert [entry[1:] for entry in log.entries if entry[0] == "compute"] == expected
-    assert [entry[1:] for entry in log.entries if entry[0] == "fetch"] == expected
-    kinds = [entry[0] for entry in log.entries]
-    assert kinds == ["fetch", *["fetch", "compute"] * (len(expected) - 1), "compute"]

@@ -17,6 +17,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime.stream import HOST
 from memory_switches import forced_copies
 from models import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
+from tiers import more
 
 
 @pytest.fixture(params=["views", "copies"])
@@ -225,8 +226,7 @@ def test_running_statistics_move_once_per_forward(copies):
         assert torch.equal(ours(x), plain(x))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("options", [{}, {"ubatch_size": 3, "stash": "host"}], ids=str)
+@pytest.mark.parametrize("options", [{"ubatch_size": 3, "stash": "host"}, *more({})], ids=str)
 def test_training_after_evaluation_in_inference_mode(options, copies):
     model = bert().double()
     batch = batch_for(model)

@@ -36,6 +36,7 @@ from models import (
     t5,
     vit,
 )
+from tiers import ALL, combinations
 
 ON_HOST = {"stash": "host", "boundary": "host", "ubatch_size": 3}
 
@@ -157,8 +158,7 @@ def assert_as_plain(model: nn.Module, steps: int = 2, **options: object) -> None
             assert relative_error(gradients(model), gradients(plain)) < tolerance
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", BY_UBATCH)
+@pytest.mark.parametrize("name", [*BY_UBATCH][:: 1 if ALL else 3])
 def test_gradients_are_those_of_the_plain_model(name, monkeypatch):
     kinds = Kinds(monkeypatch)
     torch.manual_seed(0)
@@ -166,9 +166,14 @@ def test_gradients_are_those_of_the_plain_model(name, monkeypatch):
     assert set(kinds.found) == {HostRows} and kinds.made_real == []
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", ["bert, tied", "llama, tied", "llama", "gpt2, which adds positions"])
-@pytest.mark.parametrize("options", [{}, {"ubatch_size": 5}, {"prefetch": False}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    combinations(
+        ["bert, tied", "llama, tied", "llama", "gpt2, which adds positions"],
+        [{}, {"ubatch_size": 5}, {"prefetch": False}],
+        together=1,
+    ),
+)
 def test_a_loss_in_float64(name, options, monkeypatch):
     kinds = Kinds(monkeypatch)
     torch.manual_seed(0)
@@ -178,7 +183,7 @@ def test_a_loss_in_float64(name, options, monkeypatch):
 
     def loss(each: nn.Module) -> torch.Tensor:
         logits = each(**batch).logits[:, :-1]
-        return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+        return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), labels[:, 1:].reshape(-1).to(logits.device))
 
     expected = loss(plain)
     expected.backward()
@@ -197,7 +202,7 @@ def masks_of(model: nn.Module, table: nn.Embedding, **batch: torch.Tensor) -> No
     """The gradient of `table` counts what dropout let through, which the first hidden states show."""
     states = model(**batch, output_hidden_states=True).hidden_states
     states[0].sum().backward()
-    let_through = (states[0] != 0).double().sum(0) * 2
+    let_through = (states[0].cpu() != 0).double().sum(0) * 2
     torch.testing.assert_close(table.weight.grad[: len(let_through)], let_through)
 
 
@@ -243,8 +248,7 @@ def test_what_is_needed_as_a_whole_stays_on_the_device_and_is_told_once(caplog, 
     ]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", BY_UBATCH)
+@pytest.mark.parametrize("name", [*BY_UBATCH][:: 1 if ALL else 3])
 def test_evaluation_is_that_of_the_plain_model(name):
     torch.manual_seed(0)
     model = BY_UBATCH[name]().double().eval()
@@ -255,7 +259,7 @@ def test_evaluation_is_that_of_the_plain_model(name):
     with torch.no_grad(), forced_copies():
         expected = plain(**batch).logits
         attach_l2l(model, L2LConfig(**ON_HOST))
-        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(model(**batch).logits.cpu(), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2, which adds positions", "t5, without dropout"])
@@ -384,9 +388,7 @@ CHANGING = {
 }
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("ubatch_size", [1, 3])
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize(("name", "ubatch_size"), combinations(CHANGING, [3, 1], together=1))
 def test_what_runs_by_micro_batches_is_found_for_each_kind_of_call(name, ubatch_size):
     kind, batches = CHANGING[name]
     torch.manual_seed(0)
@@ -518,7 +520,7 @@ def test_dropout_has_the_same_mask_in_the_recompute():
             model.zero_grad()
             states = model.bert(batch["input_ids"], output_hidden_states=True).hidden_states
             states[0].sum().backward()
-            let_through = (states[0] != 0).double().sum((0, 1)) * 2
+            let_through = (states[0].cpu() != 0).double().sum((0, 1)) * 2
             torch.testing.assert_close(model.bert.embeddings.LayerNorm.bias.grad, let_through)
 
 

@@ -217,7 +217,7 @@ def test_what_cannot_be_cut_runs_whole_and_says_so_once(block, extras, reason):
         ours.eval(), plain.eval()
         with torch.no_grad():
             x = torch.randn(7, 3, dtype=FLOAT64)
-            assert torch.equal(ours(x), plain(x))
+            assert torch.equal(ours(x).cpu(), plain(x))
     assert [str(w.message) for w in said] == [
         f"ubatch_size=2 has no effect on calls of {block.__name__}: {reason}. They run with the whole device batch at "
         "once; lower the device batch if that does not fit"
@@ -300,7 +300,7 @@ class Weighted(nn.Module):
 
 class OfLists(Block):
     def forward(self, x, factors):
-        return super().forward(x) * torch.tensor(factors[: len(x)], dtype=x.dtype)[:, None]
+        return super().forward(x) * torch.tensor(factors[: len(x)], dtype=x.dtype, device=x.device)[:, None]
 
 
 def test_a_list_with_a_number_for_each_row_is_not_cut():

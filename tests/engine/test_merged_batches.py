@@ -23,6 +23,7 @@ from models import (
     relative_error,
     train_once,
 )
+from tiers import combinations
 
 EXACT = TOLERANCE[torch.float64]
 
@@ -72,10 +73,15 @@ def rows_seen(model: nn.Module) -> list[int]:
     return seen
 
 
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("merged", [(1, 3, 2, 2), (5, 3), (2, 6)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"stash": "host"}, {"stash": "host", "boundary": "host"}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "bert", "t5", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "options", "merged"),
+    combinations(
+        ["llama", "bert", "t5", "gpt2"],
+        [{}, {"stash": "host"}, {"stash": "host", "boundary": "host"}],
+        [(1, 3, 2, 2), (5, 3), (2, 6)],
+        together=1,
+    ),
+)
 def test_gradients_are_those_of_the_whole_batch(family, options, merged):
     model = FAMILIES[family]().double()
     batch = batch_for(model)
