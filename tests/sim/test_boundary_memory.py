@@ -1,0 +1,174 @@
+"""The boundary on the host, on a device with memory of its own: bytes, and what travels when."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.testing import enable_simulated_accelerator, sim_copies
+from memory_switches import poisoned_releases
+from models import attached, batch_for, bert, train_once
+from placements import traffic, travelling_bytes
+from tiers import nightly
+from training import settled_memory, tiny_bert
+
+WIDTH, TOKENS, UBATCH = 64, 16, 2
+A = TOKENS * WIDTH * 4
+"""Bytes of one layer output per row."""
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """What is read after it was given back is NaN, in every test here."""
+    with poisoned_releases():
+        yield
+
+
+class Stack(nn.Module):
+    """The layers of a BERT alone: what grows with the device batch is theirs."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        config = hf.BertConfig(
+            hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=2 * WIDTH
+        )
+        config._attn_implementation = "sdpa"
+        self.encoder = hf.models.bert.modeling_bert.BertEncoder(config)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.encoder(rows, attention_mask=None).last_hidden_state
+
+
+def peak(rows: int, *, layers: int = 3, steps: int = 2, **options: Any) -> int:
+    """Bytes of the device at the peak of a forward and backward; the gradient of the output is one number."""
+    torch.manual_seed(0)
+    model = attached(Stack(layers).eval(), ubatch_size=UBATCH, stash="host", **options)
+    inputs = torch.randn(rows, TOKENS, WIDTH)
+    for _ in range(steps):
+        settled_memory()
+        torch.accelerator.reset_peak_memory_stats()
+        model(inputs).backward(torch.ones((), device="sim").expand(rows, TOKENS, WIDTH))
+    return int(torch.accelerator.max_memory_allocated())
+
+
+def test_layers_need_memory_for_one_micro_batch():
+    """What is left of the device batch are the inputs, and the output of the last layer; depth costs nothing, and the
+    first step no more than later ones."""
+    few = {boundary: peak(6, boundary=boundary) for boundary in ("device", "host")}
+    on_device, on_host = ((peak(10, boundary=b) - few[b]) / 4 / A for b in ("device", "host"))
+    assert on_host <= 2.02 < on_device, f"{on_host:.2f} layer outputs per row, on the device {on_device:.2f}"
+    assert peak(6, layers=5, boundary="host") == few["host"]
+    assert peak(6, boundary="host", steps=1) <= few["host"] * 1.01
+
+
+HEADS = {"num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 60}
+WIDE: dict[str, Callable[[], nn.Module]] = {
+    "bert": lambda: bert(hidden_size=WIDTH, intermediate_size=2 * WIDTH),
+    "llama": lambda: hf.LlamaForCausalLM(
+        hf.LlamaConfig(**HEADS, hidden_size=WIDTH, intermediate_size=2 * WIDTH, max_position_embeddings=TOKENS)
+    ),
+    # With dropout between embedding and layers.
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=2, vocab_size=60, n_positions=TOKENS)
+    ),
+    "t5": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            **{"d_model": WIDTH, "d_ff": 2 * WIDTH, "d_kv": 32, "num_heads": 2, "num_layers": 2},
+            vocab_size=60,
+            decoder_start_token_id=0,
+        )
+    ),
+    "mlm": lambda: hf.BertForMaskedLM(hf.BertConfig(**HEADS, hidden_size=WIDTH, intermediate_size=2 * WIDTH)),
+}
+
+
+@nightly
+@pytest.mark.parametrize("cmp", [None, "bf16"])
+@pytest.mark.parametrize("name", WIDE)
+def test_the_device_batch_costs_its_ids(name, cmp):
+    """And labels, and a loss per token: what is computed before and after the layers runs by micro-batches, too."""
+
+    def peak_of(rows: int) -> int:
+        torch.manual_seed(0)
+        model = attached(WIDE[name](), ubatch_size=UBATCH, stash="host", boundary="host", cmp=cmp)
+        ids = torch.randint(5, 60, (rows, TOKENS), generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            settled_memory()
+            torch.accelerator.reset_peak_memory_stats()
+            model.zero_grad()
+            model(input_ids=ids, labels=ids[:, 0] % 2 if "Sequence" in type(model).__name__ else ids).loss.backward()
+        return int(torch.accelerator.max_memory_allocated())
+
+    found = (peak_of(56) - peak_of(24)) / 32 / A
+    assert found < 0.15, f"{found:.2f} layer outputs per row"
+
+
+def test_each_row_travels_once_in_each_direction():
+    """Per layer: its output down, and up for the next layer; in the backward its input up once more, and gradients.
+    Layer 0 gets a device tensor, which is stashed, and whose gradient stays there; layer 3 returns one."""
+    model = attached(Stack(4).eval(), ubatch_size=UBATCH, stash="host", boundary="host", device="sim")
+    inputs, weights = torch.randn(8, TOKENS, WIDTH), travelling_bytes(model.encoder.layer[0])
+
+    def step() -> None:
+        model.zero_grad()
+        model(inputs).sum().backward()
+
+    step()
+    found = traffic(step)
+    assert found["upload"] == (3 + 4 + 3) * 8 * A + 6 * weights
+    assert (3 + 1 + 3) * 8 * A + 4 * weights <= found["download"] < (3 + 1 + 3) * 8 * A + 4 * weights + A
+
+
+@contextlib.contextmanager
+def capacity(num_bytes: int | str) -> Iterator[None]:
+    enable_simulated_accelerator(num_bytes)
+    try:
+        yield
+    finally:
+        enable_simulated_accelerator(None)
+
+
+@pytest.mark.parametrize("size", ["64MiB", "64GiB", None])
+def test_auto_is_the_host_where_the_device_is_small(size):
+    """And the device where it does not say how much memory it has. The output of a layer has 3 MiB."""
+    rows = 2**20 // A * 3
+    with capacity(size) if size is not None else contextlib.nullcontext():
+        model = attached(Stack(2).eval(), ubatch_size=rows // 4, stash="host", device="sim")
+        kinds = []
+        model.encoder.layer[0].register_forward_hook(lambda module, args, output: kinds.append(type(output)))
+        model(torch.randn(rows, TOKENS, WIDTH))
+    assert [kind is torch.Tensor for kind in kinds] == [size != "64MiB"]
+
+
+@pytest.mark.parametrize("where", ["download", "upload"])
+def test_a_transfer_that_fails_leaves_the_model_usable(where, monkeypatch):
+    model = tiny_bert(layers=3, dropout=0.0)
+    batch = batch_for(model)
+    attach_l2l(model, L2LConfig(ubatch_size=2, stash="host", boundary="host"))
+    train_once(model, batch)
+    expected = model.bert.encoder.layer[0].output.dense.weight.grad.clone()
+    copy_, seen = sim_copies.copy, []
+
+    def failing(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        down = target.device.type == "cpu"
+        if source.dim() == 3 and source.shape[0] == 2 and down == (where == "download"):
+            seen.append(1)
+            if len(seen) == 3:
+                raise RuntimeError("the link is gone")
+        copy_(source, target, *rest)
+
+    model.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(sim_copies, "copy", failing)
+        with pytest.raises(RuntimeError, match="the link is gone"):
+            train_once(model, batch)
+    model.zero_grad()
+    train_once(model, batch)
+    assert torch.equal(model.bert.encoder.layer[0].output.dense.weight.grad, expected)
