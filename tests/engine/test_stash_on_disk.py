@@ -91,6 +91,7 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@on_a_device
 @pytest.mark.parametrize(
     ("where", "mode"), [("forward", "serial"), ("backward", "deferred"), *more(("forward", "eager"))]
 )
@@ -191,6 +192,7 @@ def test_auto_changes_with_the_length_of_batches(tmp_path, monkeypatch):
     assert grown == [False, True, False, False]  # the last one has the room of the second
 
 
+@on_a_device
 def test_what_the_first_step_will_take():
     model = Toy()
     for dtype, moments in (("fp32", 8), ("bf16", 4)):
