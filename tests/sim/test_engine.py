@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.runtime import compute_state
-from hf_l2l.testing import sim_stream
+from hf_l2l.testing import enable_simulated_accelerator, sim_stream
 from models import TOLERANCE, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
+from tiers import combinations
 from training import assert_same_run, inner_optimizer, l2l_trainer, rows, settled_memory, tiny_bert
 
 SIM = torch.device("sim", 0)
@@ -116,16 +117,12 @@ def peak_of_step(layers: int, **options: object) -> int:
     return torch.sim.max_memory_allocated() - before
 
 
-@pytest.mark.slow
-def test_device_memory_does_not_grow_with_depth_when_the_stash_is_on_the_host():
-    shallow, deep = peak_of_step(3, stash="host", ubatch_size=4), peak_of_step(8, stash="host", ubatch_size=4)
-    assert deep <= shallow * 1.01
-
-
-def test_device_memory_grows_by_the_stash_alone_when_that_is_on_the_device():
-    shallow, deep = peak_of_step(3, ubatch_size=4), peak_of_step(8, ubatch_size=4)
+def test_device_memory_grows_with_depth_by_the_stash_alone_if_that_is_there():
+    shallow, deep = peak_of_step(3, ubatch_size=4), peak_of_step(6, ubatch_size=4)
     boundary = 8 * 6 * 16 * 4  # rows x tokens x width x bytes
-    assert deep - shallow == pytest.approx(5 * boundary, rel=0.05)
+    assert deep - shallow == pytest.approx(3 * boundary, rel=0.05)
+    shallow, deep = peak_of_step(3, stash="host", ubatch_size=4), peak_of_step(6, stash="host", ubatch_size=4)
+    assert deep <= shallow * 1.01
 
 
 def slots_of(model: nn.Module) -> int:
@@ -155,8 +152,6 @@ def test_the_slots_alone_stay_on_the_device_between_steps():
 def test_a_model_larger_than_the_device_trains():
     """With room for the shell, two layers and their activations, a model of sixteen layers trains; plain torch "
     "cannot."""
-    from hf_l2l.testing import enable_simulated_accelerator
-
     model = tiny_bert(layers=16, dropout=0.0)
     batch = batch_for(model)
     _, expected = reference(model, batch)
@@ -186,8 +181,6 @@ def memory_is_back_at(num_bytes: int) -> bool:
 
 
 def test_a_run_after_running_out_of_memory_equals_a_fresh_one():
-    from hf_l2l.testing import enable_simulated_accelerator
-
     model = tiny_bert(dropout=0.0)
     batch = batch_for(model)
     _, expected = reference(model, batch)
@@ -254,25 +247,6 @@ def test_results_are_on_the_device_and_inputs_may_be_anywhere():
     there = model(**{k: v.to("sim") for k, v in batch.items()}).loss
     assert here.device == there.device == SIM
     assert torch.equal(here.detach().cpu(), there.detach().cpu())
-
-
-def test_generate_with_a_cache():
-    plain = gpt2().eval()
-    ours = attached(copy.deepcopy(plain), device="sim", ubatch_size=1).eval()
-    prompt = torch.tensor([[7, 8, 9], [10, 11, 12]])
-    tokens = [m.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0).cpu() for m in (ours, plain)]
-    assert torch.equal(*tokens)
-
-
-def test_training_after_inference_mode():
-    model = tiny_bert(dropout=0.0)
-    batch = batch_for(model)
-    _, expected = reference(model, batch)
-    attached(model, device="sim", ubatch_size=3)
-    with torch.inference_mode():
-        model(**batch)
-    train_once(model, batch)
-    assert relative_error(gradients(model), expected) <= TOLERANCE[torch.float32]
 
 
 def test_autocast_is_entered_again_in_the_device_thread():
@@ -343,22 +317,6 @@ def test_an_accelerate_loop_leaves_the_model_and_the_optimizer_on_the_host():
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_early_stopping_loads_the_best_model(tmp_path):
-    made = l2l_trainer(
-        tmp_path,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        callbacks=[hf.EarlyStoppingCallback(1)],
-        ubatch_size=3,
-    )
-    made.train()
-    assert made.evaluate()["eval_loss"] == pytest.approx(made.state.best_metric, rel=1e-6)
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_trainers_loaders_place_batches_and_nothing_else(tmp_path, streamed):
     made = l2l_trainer(tmp_path, max_steps=2, accelerator_config={"dispatch_batches": streamed})
@@ -398,23 +356,6 @@ class StreamedRows(torch.utils.data.IterableDataset):
         return iter(rows(20))
 
 
-class _StopAfterTwo(hf.TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= 2
-
-
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
-def test_a_run_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
-    """Dropout draws from the generator of the device, which transformers does not save for this type."""
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = l2l_trainer(tmp_path / "whole", model=tiny_bert(dropout=0.3), **saving)
-    whole.train()
-    l2l_trainer(tmp_path / "parts", model=tiny_bert(dropout=0.3), callbacks=[_StopAfterTwo()], **saving).train()
-    resumed = l2l_trainer(tmp_path / "parts", model=tiny_bert(dropout=0.3), **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
-    assert_same_run(resumed, whole)
-
-
 def test_the_first_step_takes_no_more_device_memory_than_later_ones():
     """Finding out how to split a batch must not need the memory that splitting it saves."""
     model = attached(tiny_bert(dropout=0.0), device="sim", ubatch_size=1, stash="host")
@@ -429,28 +370,7 @@ def test_the_first_step_takes_no_more_device_memory_than_later_ones():
     assert peaks[0] <= peaks[1] + len(model.bert.encoder.layer) * 2 * (2 * 4 + 2)
 
 
-@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
-def test_a_model_without_layers_trains_on_the_device(tmp_path):
-    from hf_l2l import L2LTrainer
-    from training import trainer
-
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(64, 8)
-
-        def forward(self, input_ids, attention_mask=None, labels=None):
-            logits = self.embedding(input_ids).mean(1)[:, :2]
-            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-    made = trainer(L2LTrainer, tmp_path, model=Flat())
-    made.train()
-    assert made.model.embedding.weight.device == SIM
-
-
 def test_auto_find_batch_size_starts_again_with_fewer_rows(tmp_path):
-    from hf_l2l.testing import enable_simulated_accelerator
-
     whole = peak_of_step(4)
     made = l2l_trainer(tmp_path, auto_find_batch_size=True, model=tiny_bert(dropout=0.0))
     try:
@@ -520,9 +440,9 @@ def as_dict(data):
     return dict(data)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", [as_dict, hf.BatchEncoding, UserDict], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("ubatch_size", [None, 2])
+@pytest.mark.parametrize(
+    ("kind", "ubatch_size"), combinations([as_dict, hf.BatchEncoding, UserDict], [None, 2], together=1)
+)
 def test_inputs_in_a_mapping_get_to_the_device(kind, ubatch_size):
     model = Features().double()
     plain = copy.deepcopy(model)
