@@ -14,6 +14,7 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.eps.weight_copies import Copies
 from models import assert_same_bits, attached, batch_for, gradients, train_once
 from other_thread import REFUSAL, in_another_thread
+from tiers import combinations
 from training import tiny_bert
 
 
@@ -104,9 +105,7 @@ def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way():
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("of_a_master", [False, True])
+@pytest.mark.parametrize(("set_to_none", "of_a_master"), combinations([True, False], [False, True], together=1))
 def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_a_master):
     """When torch's thread lets go of a backward that has failed is its own affair."""
     model, fails = tiny_bert(dropout=0.0), [False]

@@ -14,6 +14,7 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.stash import spill
 from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import Costs, page_lock_limit, virtual_clock
+from tiers import more, nightly
 from timed_machine import V100, WIDTH, Block, Machine, sweeps_s, timed_step
 from training import tiny_bert
 
@@ -31,7 +32,7 @@ def in_ubatches(count: int) -> Machine:
     return replace(V100, ubatches=count, forward_s=V100.forward_s * V100.ubatches / count)
 
 
-UBATCHES = pytest.mark.parametrize("ubatches", [4, pytest.param(16, marks=pytest.mark.slow)])
+UBATCHES = pytest.mark.parametrize("ubatches", [4, *more(16)])
 
 
 @UBATCHES
@@ -55,8 +56,8 @@ def test_the_example_without_overlap(ubatches):
 @pytest.mark.parametrize(
     "machine",
     [
-        pytest.param(V100, id="V100", marks=pytest.mark.slow),
         pytest.param(Machine(8, 2, 1.0, 1.5, 0.5), id="a slower link"),
+        *more(pytest.param(V100, id="V100")),
     ],
 )
 def test_doing_without_prefetch_costs_every_transfer(machine):
@@ -78,8 +79,8 @@ def test_doing_without_prefetch_costs_the_computation_where_the_link_sets_the_pa
 @pytest.mark.parametrize(
     "machine",
     [
-        pytest.param(V100, id="V100", marks=pytest.mark.slow),
         pytest.param(Machine(8, 2, 1.0, 1.9, 0.5), id="a slower link"),
+        *more(pytest.param(V100, id="V100")),
     ],
 )
 def test_layers_that_make_the_host_wait_lose_no_overlap(machine):
@@ -141,7 +142,7 @@ def test_the_stash_travels_under_compute(monkeypatch, tmp_path):
     assert timed_step(machine, stash="host").end > on_host.end + 0.15 * machine.compute_s
 
 
-@pytest.mark.slow
+@nightly
 def test_the_example_with_a_bert():
     """24 layers and 16 ubatches of a real BERT, where attention's work is not in the weights."""
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import transformers as hf
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
+from tiers import more
 from timed_machine import V100, WIDTH, Machine, Stack
 from training import l2l_trainer, tiny_bert
 
@@ -57,7 +58,7 @@ def layer_update_s(machine: Machine) -> float:
     return machine.optimizer_s / machine.layers
 
 
-@pytest.mark.parametrize(("layers", "ubatches"), [(8, 2), pytest.param(24, 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("layers", "ubatches"), [(8, 2), *more((24, 16))])
 def test_the_example_with_clipping(layers, ubatches):
     """All of the update but the first layer's goes under the forward."""
     times = V100.layers / layers  # a layer is so many of the example's
