@@ -11,60 +11,72 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers as hf
 from torch import nn
 
-from accumulated import tiny_llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.logits import chunks
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash import spill
 from hf_l2l.stash.stash import Stash
+from hf_l2l.stash.tiers import Tiers
 from hf_l2l.testing import copies_under_way, sim_copies, sim_stream
 from memory_switches import land_the_rest, poisoned_releases
-from models import SMALL, assert_same_bits, attached, batch_for, gradients, train_once
-from training import settled_memory, weights_after
+from models import SMALL, assert_same_bits, batch_for, gradients, train_once
+from runs import attach, seed_all
+from tiers import combinations, more
+from training import settled_memory
 
-ON_HOST: dict[str, Any] = {"ubatch_size": 3, "stash": "host", "boundary": "host"}
+ROWS = 60
+ON_HOST: dict[str, Any] = {"ubatch_size": 25, "stash": "host", "boundary": "host"}
+"""A chunk of the head, of 128 tokens, ends amid a micro-batch of 150."""
 
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is read after it was given back is NaN; a chunk ends amid a micro-batch; test folders are on a disk."""
-    monkeypatch.setattr(chunks, "FEWEST_ROWS", 16)
+    """What is read after it was given back is NaN; test folders are on a disk."""
     monkeypatch.setattr(spill, "is_in_memory", lambda folder: False)
     with poisoned_releases():
         yield
 
 
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return make()
-
-
-def llama(tied: bool = True) -> nn.Module:
-    """With a final norm, and a head in chunks of 16 tokens."""
-    sizes = {**SMALL, "num_key_value_heads": 1, "tie_word_embeddings": tied, "max_position_embeddings": 32}
-    return seeded(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)))
+def llama() -> nn.Module:
+    """With a final norm, and a tied head in chunks."""
+    sizes = {**SMALL, "num_key_value_heads": 1, "tie_word_embeddings": True, "max_position_embeddings": 32}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
 
 
 def gpt2() -> nn.Module:
     """With dropout between embedding and layers."""
-    config = hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=60)
-    return seeded(lambda: hf.GPT2LMHeadModel(config))
+    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=60))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "gpt2": gpt2}
 
 
+def options_of(folder: Path | None) -> dict[str, Any]:
+    """Of a stash in host memory, or in a file in `folder`."""
+    return ON_HOST if folder is None else {**ON_HOST, "stash": "disk", "spill_dir": folder}
+
+
 def trained(kind: str, folder: Path | None = None, **options: Any) -> dict[str, torch.Tensor]:
-    """The weights after two steps with accumulation, with a stash in host memory or in a file in `folder`."""
-    on_disk = {} if folder is None else {"stash": "disk", "spill_dir": folder}
-    return weights_after(MODELS[kind](), count=2, accumulation=2, **{**ON_HOST, **on_disk, **options})
+    """The weights after two steps with accumulation."""
+    torch.manual_seed(3)
+    model, eps, optimizer, _ = attach(MODELS[kind](), **{**options_of(folder), **options})
+    batch = batch_for(model, rows=ROWS)
+    for _ in range(2):
+        with eps.accumulate():
+            model(**batch).loss.backward()
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @cache
@@ -72,28 +84,21 @@ def expected(kind: str) -> dict[str, torch.Tensor]:
     return trained(kind)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", MODELS)
-def test_rows_move_in_all_ways(kind, monkeypatch):
-    moved: list[str] = []
+def test_rows_move_in_all_ways_and_it_trains_as_on_the_device(monkeypatch):
+    wanted = expected("llama")
+    moved: set[str] = set()
+
+    def logged(name: str) -> Callable[..., Any]:
+        original = getattr(Stash, name)
+        return lambda *args: (moved.add(name), original(*args))[1]
+
     for name in ("fetch", "fetch_ahead", "send"):
-        monkeypatch.setattr(Stash, name, _logged(name, getattr(Stash, name), moved))
-    assert_same_bits(trained(kind), expected(kind))
-    assert set(moved) == {"fetch", "fetch_ahead", "send"}
-
-
-def test_it_trains_as_on_the_device():
-    """The sums of what is computed by micro-batches outside the layers have another order."""
+        monkeypatch.setattr(Stash, name, logged(name))
+    assert_same_bits(trained("llama"), wanted)
+    assert moved == {"fetch", "fetch_ahead", "send"}
+    # The sums of what is computed by micro-batches outside the layers have another order.
     for name, value in trained("llama", stash="device", boundary="device").items():
-        torch.testing.assert_close(expected("llama")[name], value, rtol=1e-4, atol=1e-5)
-
-
-def _logged(name: str, original: Callable[..., Any], log: list[str]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        log.append(name)
-        return original(*args, **kwargs)
-
-    return call
+        torch.testing.assert_close(wanted[name], value, rtol=1e-4, atol=1e-5)
 
 
 # ---- waits
@@ -108,9 +113,7 @@ ROW_WAITS = (
 )
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("why", ROW_WAITS)
+@pytest.mark.parametrize(("why", "kind", "place"), combinations(ROW_WAITS, MODELS, ("host", "disk")))
 def test_every_wait_is_needed(why, kind, place, monkeypatch, tmp_path):
     wanted = expected(kind)
     wait, found = stream.wait, set()
@@ -127,26 +130,21 @@ def test_every_wait_is_needed(why, kind, place, monkeypatch, tmp_path):
     land_the_rest()
 
 
-SEEDS = [seed if seed < 1 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_when_copies_land_changes_no_bit(seed, tmp_path):
-    """Of a language model with a tied head; of every tenth seed, also on disk and with dropout."""
-    wanted = expected("llama")
+@pytest.mark.parametrize(
+    ("seed", "kind", "on_disk"),
+    [(0, "llama", True), (1, "gpt2", False), *more(*((n, "llama", True) for n in range(2, 9)))],
+)
+def test_when_copies_land_changes_no_bit(seed, kind, on_disk, tmp_path):
+    wanted = expected(kind)
     with sim_stream.random_landing(seed):
-        assert_same_bits(trained("llama"), wanted)
-    if seed % 10 == 0:
-        others = expected("gpt2")
-        with sim_stream.random_landing(seed):
-            assert_same_bits(trained("llama", tmp_path), wanted)
-            assert_same_bits(trained("gpt2"), others)
+        assert_same_bits(trained(kind, tmp_path if on_disk else None), wanted)
 
 
 def test_memory_that_is_used_again_for_rows_cut_in_another_way():
     """As when the gradients of a layer's rows make room for those of the chunks of a second head."""
-    model = attached(llama(), device="sim", **ON_HOST)
-    stash = model.model.layers[0]._hf_hook.runner.stash
+    device = torch.device("sim", 0)
+    config = L2LConfig(stash="host", boundary="host")
+    stash = Stash(Tiers(config, [device], HostMemory(device, nn.Module()), layers=2), device)
     stash.start_forward()
     values = [torch.full((8, 1000), float(turn), device="sim") for turn in range(6)]
     places = []
@@ -186,35 +184,24 @@ def failing_at(number: int, name: str) -> Iterator[list[int]]:
                 raise Broken
         copy_(source, target, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stash, name, entered)
-        patch.setattr(sim_copies, "copy", copy)
+    with mock.patch.object(Stash, name, entered), mock.patch.object(sim_copies, "copy", copy):
         yield left
 
 
-@pytest.mark.at_most(8)
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("place", "every"),
-    [
-        ("host", 7),  # not a multiple of the micro-batches, so that each of them has its turn
-        pytest.param("host", 1, marks=pytest.mark.slow),
-        pytest.param("disk", 1, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["_begin", "send", "_download"])
+@pytest.mark.parametrize(
+    ("kind", "place", "every"),  # not a multiple of the micro-batches, so that each of them has its turn
+    [("llama", "host", 7), *more(("llama", "host", 1), ("gpt2", "host", 1), ("gpt2", "disk", 7))],
+)
 def test_a_transfer_that_fails_leaves_the_model_usable(name, kind, place, every, tmp_path):
     """Each upload (`_begin`) and each download (`send`, `_download`) of rows in a step fails once: of an embedding, of
     layers, of a norm or dropout, of a chunk of the head, and of their gradients."""
-    model = MODELS[kind]()
-    batch = batch_for(model)
-    options = ON_HOST if place == "host" else {**ON_HOST, "stash": "disk", "spill_dir": tmp_path}
-    attached(model, device="sim", **options)
+    torch.manual_seed(3)
+    model, _, _, _ = attach(MODELS[kind](), **options_of(tmp_path if place == "disk" else None))
+    batch = batch_for(model, rows=ROWS)
 
     def step() -> dict[str, torch.Tensor | None]:
-        torch.manual_seed(11)
-        torch.sim.manual_seed(11)
+        seed_all()
         model.zero_grad()
         train_once(model, batch)
         return gradients(model)
@@ -239,16 +226,15 @@ def test_a_transfer_that_fails_leaves_the_model_usable(name, kind, place, every,
 
 def test_a_model_is_detached_after_its_head_has_failed(monkeypatch):
     """Hidden states of the next chunk are being uploaded then, to memory that is freed with the engine."""
-    model = tiny_llama(hidden_size=32)
+    model = llama()
     attach_l2l(model, L2LConfig(device="sim", stash="host", boundary="host", ubatch_size=1))
-    ids = torch.ones(8, 32, dtype=torch.long)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(**batch_for(model, rows=ROWS)).loss
 
     def fails(*_: Any) -> Any:
-        raise RuntimeError("the head has failed")
+        raise KeyError("the head has failed")
 
-    monkeypatch.setattr("hf_l2l.logits.chunks._gradient_of_logits", fails)
-    with pytest.raises(RuntimeError, match="the head has failed"):
+    monkeypatch.setattr(chunks, "_gradient_of_logits", fails)
+    with pytest.raises(KeyError):
         loss.backward()
     detach_l2l(model)
     del model, loss

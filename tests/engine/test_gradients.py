@@ -1,0 +1,335 @@
+"""What `p.grad` holds: sums of gradients as in plain torch, which the program may read, set, clip and keep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from devices import DEVICE
+from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
+from memory_switches import forced_copies
+from models import Toy, assert_same_bits, batch_for, gradients, train_once
+from runs import assert_same_run, assert_same_tensors, attach, config_for, run_of
+from tiers import combinations
+
+
+@pytest.fixture(params=["views", "copies"] if DEVICE == "cpu" else ["copies"])
+def copies(request):
+    """On the CPU, gradients are handed over, or copied as on a device with memory of its own."""
+    if request.param == "views" or DEVICE != "cpu":
+        yield
+        return
+    with forced_copies():
+        yield
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A model under L2L, and the same in plain torch on the host; neither draws dropout."""
+    plain = copy.deepcopy(model).eval()
+    attach_l2l(model.eval(), config_for(model, device=DEVICE, **options))
+    return model, plain
+
+
+# ---- sums
+
+
+def test_gradients_are_the_programs(copies):
+    """None starts a sum, more is added, and what the program has set is added to."""
+    model, _ = pair(Toy(2))
+    batch = batch_for(model, masked=False)
+    model(**batch).loss.backward()
+    once, kept = gradients(model), {name: p.grad for name, p in model.named_parameters()}
+    memory = [t.untyped_storage().data_ptr() for p in model.parameters() for t in (p, p.grad)]
+    assert len(set(memory)) == len(memory) and not any(g.requires_grad for g in kept.values())
+    model(**batch).loss.backward()
+    assert all(p.grad is kept[name] for name, p in model.named_parameters())
+    assert_same_bits(gradients(model), {name: 2 * g for name, g in once.items()})
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none=set_to_none)
+        assert all((p.grad is None) == set_to_none for p in model.parameters())
+        model(**batch).loss.backward()
+        assert_same_bits(gradients(model), once)
+    own = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.grad = own[name]
+    model(**batch).loss.backward()
+    assert all(p.grad is own[name] for name, p in model.named_parameters())
+    assert_same_bits(own, {name: torch.ones_like(g) + g for name, g in once.items()})
+
+
+SET = {
+    "gaps": lambda p: torch.stack([p, p], dim=-1)[..., 0],
+    "transposed": lambda p: (p * 0.1).t().contiguous().t() if p.dim() == 2 else p.clone(),
+    "offset": lambda p: torch.zeros(p.numel() + 1)[1:].view(p.shape),
+    "sparse": lambda p: torch.ones_like(p).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_a_gradient_of_any_layout_that_the_program_set_is_added_to(name):
+    model, plain = pair(Toy(2))
+    for each in (model, plain):
+        for p in each.parameters():
+            p.grad = SET[name](p.detach())
+        each(**batch_for(model, masked=False)).loss.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), rtol=1e-5, atol=1e-7)
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda g: g,
+    "detached": lambda g: g.detach(),
+    "rows": lambda g: g[:1],
+    "flat": lambda g: g.view(-1)[1:],
+    "numpy": lambda g: g.numpy(),
+    "dlpack": lambda g: torch.from_dlpack(g),
+    "storage": lambda g: g.untyped_storage(),
+}
+
+
+def test_gradients_that_the_program_keeps_keep_their_values():
+    model, plain = pair(Toy(2))
+    for name, keep in KEPT.items():
+        model.zero_grad()
+        model(**batch_for(model, masked=False)).loss.backward()
+        weight = model.blocks[1].down.weight
+        address, kept = weight.grad.data_ptr(), keep(weight.grad)
+        before = kept.tolist()
+        for seed in (5, 6):
+            model.zero_grad()
+            model(**batch_for(model, masked=False, seed=seed)).loss.backward()
+            assert kept.tolist() == before and weight.grad.data_ptr() != address, name
+    plain(**batch_for(plain, masked=False, seed=6)).loss.backward()
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("layers", "calls", "slots"), combinations((1, 2), (1, 3), (1, 2)))
+def test_several_calls_of_a_layer_and_several_backwards_sum_as_in_plain_torch(layers, calls, slots, copies):
+    """A weight has more entries than are added to a sum in the host at once."""
+    width = 730 if layers == 1 else 8
+    model, plain = pair(Toy(layers, width, calls=calls), gradient_slots=slots)
+    for each in (model, plain):
+        for seed in range(2):
+            each(**batch_for(each, masked=False, rows=2, seed=seed)).loss.backward()
+    # Of the second backward, the gradients of each call are added to p.grad by themselves.
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-5)
+    for each in (model, plain):
+        each.zero_grad()
+        each(**batch_for(each, masked=False, rows=2)).loss.backward()
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_layers_that_share_a_weight_sum_as_in_plain_torch():
+    made = Toy(3, tied=False)
+    made.blocks[2].up.weight = made.blocks[0].up.weight
+    made.blocks[1].up.bias = nn.Parameter(torch.zeros(16))
+    made.head.weight = made.blocks[1].up.weight = nn.Parameter(torch.randn(60, 8)[:16].repeat(4, 1)[:60])
+    made.blocks[1].up, made.blocks[1].down = nn.Linear(8, 60), nn.Linear(60, 8)
+    made.blocks[1].up.weight = made.head.weight  # one of the shell
+    model, plain = pair(made)
+    for each in (model, plain):
+        each(**batch_for(each, masked=False)).loss.backward()
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-5, atol=1e-7)
+
+
+# ---- sparse gradients
+
+
+class Calling(torch.autograd.Function):
+    """Calls something in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, do: Callable[[], None]) -> torch.Tensor:
+        ctx.do = do
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.do()
+        return gradient, None
+
+
+def in_a_backward(do: Callable[[], Any]) -> None:
+    """Call `do` inside a backward, as the relay calls the EPS; what it raises, backward raises."""
+    Calling.apply(torch.ones((), device=DEVICE, requires_grad=True), do).backward()
+
+
+@pytest.mark.parametrize("order", ["sd", "ds", "sds", "ssd", "s+d", "d+s", "d+s+d"])
+def test_sparse_and_dense_gradients_of_one_weight_add_up(order, copies):
+    """Within a backward and, after a "+", in the next one. The simulated device itself makes no sparse tensors."""
+    module, other = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)
+    eps = EagerParamServer(
+        nn.ModuleList([module, other]), torch.device(DEVICE, 0) if DEVICE != "cpu" else torch.device("cpu")
+    )
+    sums = torch.zeros(4, 2)
+
+    def receive(kind: str, value: float) -> None:
+        gradient = torch.zeros(4, 2)
+        gradient[1:3] = value
+        sums.add_(gradient)
+        sent = gradient.to_sparse() if kind == "s" else gradient.to(DEVICE)
+        eps.receive(
+            [(eps.masters.of(module.weight), sent), (eps.masters.of(other.bias), torch.ones(2, device=DEVICE))]
+        )
+
+    def fail() -> None:
+        receive("s", 7.0)
+        raise KeyError
+
+    for turn, backward in enumerate(order.split("+")):
+        in_a_backward(lambda: [receive(kind, 10.0**i + turn) for i, kind in enumerate(backward)])  # noqa: B023
+    assert module.weight.grad.is_sparse == ("d" not in order)
+    assert torch.equal(module.weight.grad.to_dense(), sums)
+    assert other.bias.grad.tolist() == [len(order.replace("+", ""))] * 2
+    if DEVICE != "cpu":  # where nothing is on its way, what was received before a failure is there
+        module.zero_grad(), other.zero_grad()
+        with pytest.raises(KeyError):
+            in_a_backward(fail)
+        in_a_backward(lambda: eps.receive([(eps.masters.of(other.bias), torch.ones(2, device=DEVICE))]))
+        assert other.bias.grad.tolist() == [1.0, 1.0]
+    eps.release()
+
+
+class Looking(nn.Module):
+    """A layer with a table for which gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), nn.Embedding(9, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh() + self.table(torch.arange(x.shape[0], device=x.device) * 2 % 9)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4, sparse=True)
+        self.blocks = nn.ModuleList(Looking() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.skipif(DEVICE == "sim", reason="it makes no sparse tensors")
+@pytest.mark.parametrize("mode", ["serial", "eager"])
+def test_sparse_gradients_are_trained_with_as_in_plain_torch(mode, copies):
+    def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+        sparse = [p for n, p in model.named_parameters() if "table" in n or "embed" in n]
+        dense = [p for n, p in model.named_parameters() if "linear" in n]
+        return [torch.optim.SparseAdam(sparse, lr=0.1), torch.optim.SGD(dense, lr=0.1)]
+
+    plain = Sparse()
+    model = copy.deepcopy(plain)
+    eps = attach_l2l(model, L2LConfig(layer_classes=("Looking",), eps_update=mode, device=DEVICE))
+    optimizers = [optimizer for each in (plain, model) for optimizer in optimizers_of(each)]
+    for optimizer in optimizers[2:]:
+        eps.wrap(optimizer)
+    for step in range(2):
+        for each in (plain, model):
+            with eps.accumulate():
+                each(torch.arange(5) + step).backward()
+            each(torch.arange(5) + step + 1).backward()
+        if mode == "serial":
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert p.grad.layout == q.grad.layout
+                torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), rtol=1e-5, atol=1e-7)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(dict(model.named_parameters()), dict(plain.named_parameters()))
+
+
+# ---- norms and clipping
+
+
+def test_clipping_is_torchs_own_and_seen_by_whoever_reads():
+    """A read between clipping and step returns clipped gradients, and a write there takes effect."""
+    found = []
+    for mode in ("serial", "deferred"):
+        model, eps, optimizer, batch = attach(
+            Toy(dropout=0.0), lambda ps: torch.optim.SGD(ps, lr=0.1), eps_update=mode
+        )
+        train_once(model, batch)
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        parameters = [nn.Parameter(torch.zeros_like(g)) for g in expected.values()]
+        for p, g in zip(parameters, expected.values(), strict=True):
+            p.grad = g
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        assert norm > 0.2 and torch.equal(eps.clip_grad_norm_(0.1), norm)
+        assert_same_bits(gradients(model), expected)
+        model.head.bias.grad.zero_()
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        assert torch.equal(model.head.bias, Toy().head.bias)
+    assert_same_tensors(*found)
+
+
+def test_what_was_clipped_is_added_to():
+    runs = []
+    for mode in ("serial", "deferred"):
+        model, eps, optimizer, batch = attach(eps_update=mode)
+        norms = []
+        for _ in range(2):
+            train_once(model, batch)
+            norms.append(eps.clip_grad_norm_(0.01).item())
+            train_once(model, batch)
+            norms.append(eps.grad_norm().item())
+            optimizer.step()
+        runs.append(run_of(model, optimizer, norms))
+    assert_same_run(runs[1], runs[0])
+    first, second = runs[0].logged[:2]
+    assert 0.5 * first < second < 1.5 * first
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_norms_contain_what_a_loss_makes_of_the_masters_themselves(mode, together):
+    """Autograd writes to their gradients without any callback."""
+    model, eps, optimizer, batch = attach(eps_update=mode)
+    for _ in range(2):
+        loss = model(**batch).loss
+        penalty = sum(100.0 * p.square().sum() for p in model.parameters())
+        if together:
+            (loss.cpu() + penalty).backward()
+        else:
+            loss.backward()
+            penalty.backward()
+        norm = eps.grad_norm()
+        assert torch.equal(norm, torch.nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()]))
+        assert norm > 100.0
+        optimizer.step()
+
+
+def test_an_eager_update_leaves_a_gradient_that_autograd_put_there_to_the_step(monkeypatch):
+    """It comes while the sum of the layers is on its way."""
+    if DEVICE == "cpu":
+        pytest.skip("no sums are on their way")
+    runs = []
+    for mode in ("serial", "eager"):
+        model, eps, optimizer, batch = attach(eps_update=mode)
+        master, arrived = model.blocks[1].down.weight, eps.updates.arrived
+
+        def meanwhile(masters: Any, master: Any = master, arrived: Any = arrived) -> None:
+            if any(each.parameter is master for each in masters):
+                master.grad = torch.ones_like(master)
+            arrived(masters)
+
+        if mode == "eager":
+            monkeypatch.setattr(eps.updates, "arrived", meanwhile)
+        train_once(model, batch)
+        if mode == "serial":
+            master.grad += 1.0
+        optimizer.step()
+        runs.append(run_of(model, optimizer, []))
+    assert_same_run(runs[1], runs[0])

@@ -1,0 +1,247 @@
+"""Models whose loss is computed in chunks: loss and gradients are those of the plain model, and no logits are made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from devices import DEVICE
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
+from hf_l2l.logits.deferred import DeferredLogits
+from memory_switches import forced_copies
+from models import SMALL, TOLERANCE, VOCAB, attached, batch_for, gpt2, gradients, llama, relative_error, t5
+from tiers import combinations
+from training import arguments
+
+ROWS = 60
+"""Of six tokens: two chunks of 128, and a part of one."""
+
+
+@pytest.fixture(autouse=True)
+def _apart() -> Iterator[None]:
+    """The device has memory of its own: where it is that of the host, logits are those of plain torch."""
+    with forced_copies() if DEVICE == "cpu" else nullcontext():
+        yield
+
+
+def _causal(name: str, **more: object) -> nn.Module:
+    config = getattr(hf, f"{name}Config")(**{**SMALL, "num_key_value_heads": 1, **more})
+    return getattr(hf, f"{name}ForCausalLM")(config)
+
+
+def bloom() -> nn.Module:
+    return hf.BloomForCausalLM(hf.BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=VOCAB))
+
+
+def bert_mlm() -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def bart() -> nn.Module:
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24)
+    config = hf.BartConfig(d_model=16, vocab_size=VOCAB, max_position_embeddings=32, dropout=0.0, **sizes)
+    return hf.BartForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "llama, tied": lambda: llama(tie_word_embeddings=True),
+    "gpt2": gpt2,
+    "gemma2": lambda: _causal("Gemma2", head_dim=8, final_logit_softcapping=2.0),
+    "cohere": lambda: _causal("Cohere", logit_scale=0.3),
+    "granite": lambda: _causal("Granite", logits_scaling=3.0),
+    "bert": bert_mlm,
+    "t5": t5,
+    "bart": bart,
+    "bloom": bloom,
+}
+
+
+def run(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor | None]]:
+    found = model(**batch)
+    found.loss.backward()
+    return found, gradients(model)
+
+
+def on_device(model: nn.Module, **options: Any) -> nn.Module:
+    return attached(model, device=DEVICE, **options)
+
+
+@pytest.mark.parametrize("name", MODELS if DEVICE == "cpu" else ("llama", "t5", "bart"))
+def test_a_loss_in_chunks(name, caplog):
+    torch.manual_seed(0)
+    model = MODELS[name]().double().eval()
+    batch = batch_for(model, rows=ROWS)
+    if name == "llama":
+        batch["num_items_in_batch"] = 17
+    plain, expected = run(copy.deepcopy(model), batch)
+    found, grads = run(on_device(model, ubatch_size=None if name == "llama" else 25), batch)
+    assert isinstance(found.logits, DeferredLogits) and not found.logits.deferred.is_there
+    assert [record for record in caplog.records if record.name == "hf_l2l" and record.levelname == "WARNING"] == []
+    # Losses in transformers are fp32 in float64 models, too.
+    assert found.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    assert relative_error(grads, expected) < TOLERANCE[torch.float32]
+    logits = found.logits.cpu()  # afterwards, for whoever asks
+    torch.testing.assert_close(logits, plain.logits, rtol=1e-10, atol=1e-12)
+
+
+def test_logits_of_the_program_are_part_of_the_graph():
+    """A loss of one's own, of what the model has returned."""
+    torch.manual_seed(0)
+    model = llama().double()
+    ids = batch_for(model, masked=False, rows=ROWS)["input_ids"]
+
+    def loss(each: nn.Module) -> torch.Tensor:
+        found = each(input_ids=ids).logits[:, :-1]
+        value = nn.functional.cross_entropy(found.reshape(-1, VOCAB), ids[:, 1:].reshape(-1).to(found.device))
+        (value + found.logsumexp(-1).mean()).backward()
+        return value.detach()
+
+    plain = copy.deepcopy(model)
+    assert loss(on_device(model)).item() == pytest.approx(loss(plain).item(), rel=1e-12)
+    assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("options", "defers"),
+    [({}, True), ({"chunked_loss": "off"}, False), ({"cmp": "bf16"}, True), ({"cmp": "fp16"}, True)],
+)
+def test_logits_wait_unless_told_otherwise(options, defers):
+    torch.manual_seed(0)
+    model = llama()
+    plain, batch = copy.deepcopy(model), batch_for(model, rows=ROWS)
+    optimizer = torch.optim.SGD(model.parameters())
+    attach_l2l(model, L2LConfig(device=DEVICE, **options)).wrap(optimizer)
+    found, grads = run(model, batch)
+    assert isinstance(found.logits, DeferredLogits) is defers
+    assert found.logits.dtype == torch.float32
+    expected, others = run(plain, batch)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=2e-2 if "cmp" in options else 1e-5)
+    assert relative_error(grads, others) < (0.1 if "cmp" in options else 1e-5)
+
+
+def test_few_tokens_and_shared_memory_leave_the_bits_of_plain_torch():
+    torch.manual_seed(0)
+    model = llama()
+    batch = batch_for(model)
+    plain, expected = run(copy.deepcopy(model), batch)
+    found, grads = run(on_device(model), batch)
+    assert not isinstance(found.logits, DeferredLogits) and torch.equal(found.loss.cpu(), plain.loss)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="it has memory of its own")
+def test_where_memory_is_shared_nothing_changes(monkeypatch):
+    torch.manual_seed(0)
+    model = llama()
+    batch = batch_for(model, rows=ROWS)
+    plain, expected = run(copy.deepcopy(model), batch)
+    monkeypatch.setattr("hf_l2l.runtime.stream.shares_host_memory", lambda device: True)
+    found, grads = run(on_device(model), batch)
+    assert not isinstance(found.logits, DeferredLogits) and torch.equal(found.loss, plain.loss)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("tied", "mode", "cmp"),
+    combinations((False, True), ("serial", "deferred", "eager"), (None, "bf16"))
+    if DEVICE == "cpu"
+    else [(True, "deferred", None), (False, "eager", "bf16")],
+)
+def test_steps_in_chunks_are_those_of_whole_logits(tied, mode, cmp):
+    """Three steps, clipped where the mode allows it."""
+
+    def trained(chunked_loss: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = llama(tie_word_embeddings=tied)
+        options = {"chunked_loss": chunked_loss, "eps_update": mode, "cmp": cmp}
+        eps = attach_l2l(model, L2LConfig(device=DEVICE, ubatch_size=25, stash="host", **options))
+        optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        for seed in range(3):
+            model(**batch_for(model, rows=ROWS, seed=seed)).loss.backward()
+            if mode != "eager":
+                eps.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        eps.synchronize()
+        return model
+
+    ours, plain = trained("auto"), trained("off")
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-2 if cmp else 1e-5, atol=2e-4 if cmp else 1e-6, msg=name)
+
+
+# ---- without gradients
+
+
+def test_without_gradients_logits_are_there():
+    model = on_device(llama())
+    batch = batch_for(model, rows=ROWS)
+    with torch.no_grad():
+        assert not isinstance(model(**batch).logits, DeferredLogits)
+    ids = batch["input_ids"][:2]
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    found = model.generate(ids, **options).cpu()
+    assert torch.equal(found, detach_l2l(model).generate(ids, **options).cpu())
+
+
+class _Rows(torch.utils.data.Dataset):
+    def __init__(self, model: nn.Module) -> None:
+        self.batch = batch_for(model, rows=ROWS)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: values[index] for name, values in self.batch.items()}
+
+
+@pytest.mark.parametrize("loss_alone", [True, False])
+def test_an_evaluation_of_the_loss_alone_makes_no_logits(loss_alone, tmp_path):
+    torch.manual_seed(0)
+    model = llama()
+    same = {"per_device_eval_batch_size": ROWS, "use_cpu": DEVICE == "cpu"}
+    args = arguments(hf.TrainingArguments, tmp_path / "a", **same)
+    plain = hf.Trainer(copy.deepcopy(model), args, eval_dataset=_Rows(model)).evaluate()
+    trainer = L2LTrainer(
+        model,
+        arguments(L2LTrainingArguments, tmp_path / "b", **same),
+        eval_dataset=_Rows(model),
+        compute_metrics=None if loss_alone else lambda prediction: {"count": len(prediction.predictions)},
+    )
+    waiting = []
+    model.register_forward_hook(lambda _, args, out: waiting.append(isinstance(out.logits, DeferredLogits)))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
+    assert waiting == [loss_alone]
+
+
+# ---- heads of another kind
+
+
+class _Scaled(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * 2
+
+
+def test_a_head_of_another_kind_is_said_once(caplog):
+    torch.manual_seed(0)
+    model = llama().double()
+    model.lm_head = _Scaled(16, VOCAB, bias=False).double()
+    batch = batch_for(model, rows=ROWS)
+    _, expected = run(copy.deepcopy(model), batch)
+    on_device(model)
+    for _ in range(2):
+        model.zero_grad()
+        found, grads = run(model, batch)
+    assert not isinstance(found.logits, DeferredLogits)
+    assert relative_error(grads, expected) < TOLERANCE[torch.float32]
+    assert [record.getMessage().split(" are computed")[0] for record in caplog.records] == ["logits of a _Scaled"]

@@ -1,0 +1,284 @@
+"""Gradients that are not finite: said with step and layer, or skipped and counted."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from devices import DEVICE
+from hf_l2l import EagerParamServer, L2LConfig, NonFiniteError, attach_l2l
+from hf_l2l.compat import without_interception
+from models import Toy, batch_for, train_once
+from runs import assert_same_tensors, attach, config_for
+from tiers import combinations
+from training import l2l_trainer, tiny_bert
+
+INF, NAN = float("inf"), float("nan")
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def spoil(module: nn.Module, value: float) -> Any:
+    """Make what a module returns not finite."""
+    return module.register_forward_hook(lambda _, args, out: out * torch.tensor(value))
+
+
+def stepping(mode: str = "deferred", **options: Any) -> tuple[nn.Module, EagerParamServer, Any, Callable[..., None]]:
+    """A model that draws dropout, its EPS, an optimizer, and a function that makes a step, clipped where it may be."""
+    model, eps, optimizer, _ = attach(eps_update=mode, **options)
+
+    def step(seed: int = 1) -> None:
+        train_once(model, batch_for(model, masked=False, seed=seed))
+        if mode != "eager":
+            eps.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    return model, eps, optimizer, step
+
+
+# ---- named
+
+
+@pytest.mark.parametrize(("index", "mode", "cmp"), combinations(range(3), ("serial", "deferred"), (None, "bf16")))
+def test_the_first_layer_that_is_not_finite_is_named_and_nothing_is_updated(index, mode, cmp):
+    model, eps, optimizer, step = stepping(mode, cmp=cmp)
+    step()
+    before = weights_of(model)
+    handle = spoil(model.blocks[index].down, INF)
+    with pytest.raises(NonFiniteError, match=rf"step 2: .*the forward of blocks.{index}\)") as told:
+        step(2)
+    assert told.value.step == 2
+    assert_same_tensors(weights_of(model), before)
+    handle.remove()
+    optimizer.zero_grad()
+    step(3)  # the engine goes on
+    eps.synchronize()
+    assert not torch.equal(model.head.bias, before["head.bias"])
+
+
+def test_what_is_no_layer_is_named_too():
+    for module, where in (("embed", "the modules before the layers"), ("head", "the loss or its gradient, after")):
+        model, _, _, step = stepping()
+        spoil(model.get_submodule(module), NAN)
+        with pytest.raises(NonFiniteError, match=where):
+            step()
+
+
+def test_a_second_look_at_the_forward_draws_no_random_numbers_and_leaves_buffers(device):
+    left = []
+    for value in (1.0, INF):
+        model, _, optimizer, batch = attach(Toy(buffers=True), eps_update="deferred")
+        spoil(model.head, value)
+        train_once(model, batch)
+        with pytest.raises(NonFiniteError) if value == INF else nullcontext():
+            optimizer.step()
+        left.append({**dict(model.named_buffers()), "drawn": torch.rand(2, device=device)})
+    assert_same_tensors(*left)
+    assert left[0]["blocks.0.seen"] > 0
+
+
+def test_a_backward_that_overflows_is_named():
+    model, _, optimizer, batch = attach(Toy(dropout=0.0))
+
+    def overflowing(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * INF)
+
+    model.blocks[1].down.register_forward_hook(overflowing)
+    train_once(model, batch)
+    with pytest.raises(NonFiniteError, match=r"the backward of blocks.1"):
+        optimizer.step()
+
+
+def test_masters_that_are_not_finite_are_named():
+    model, _, _, step = stepping("serial")
+    with torch.no_grad():
+        model.blocks[2].up.weight[0, 0] = NAN
+    with pytest.raises(NonFiniteError, match=r"the forward of blocks.2"):
+        step()
+
+
+def test_eager_stops_before_it_updates():
+    model, _, _, step = stepping("eager")
+    step()
+    before = weights_of(model)
+    spoil(model.blocks[1].down, NAN)
+    with pytest.raises(NonFiniteError, match=r"step 2: gradients are not finite \(in the update of"):
+        step(2)
+        step(3)
+    with without_interception():  # others are told that the engine has stopped
+        assert all(torch.equal(p.detach(), before[name]) for name, p in model.named_parameters())
+
+
+def test_norms_that_overflow_are_no_reason():
+    model, eps, optimizer, batch = attach(eps_update="serial")
+    train_once(model, batch)
+    for p in model.parameters():
+        p.grad.fill_(2.0**100)
+    assert eps.grad_norm().isinf()
+    optimizer.step()
+
+
+def test_the_error_can_be_sent_to_another_process():
+    error = pickle.loads(pickle.dumps(NonFiniteError(3, "the forward of layer.1")))  # noqa: S301
+    assert (error.step, error.where, str(error)) == (3, "the forward of layer.1", str(NonFiniteError(3, error.where)))
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+def test_nothing_of_a_batch_is_held_after_the_step(mode):
+    model, _, optimizer, batch = attach(eps_update=mode)
+    train_once(model, batch)
+    memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in batch.values()]
+    del batch
+    optimizer.step()
+    assert all(each.expired() for each in memory)
+
+
+# ---- skipped
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_steps_are_skipped_and_counted(mode):
+    model, eps, optimizer, step = stepping(mode, nonfinite="skip")
+    step()
+    before, handle = weights_of(model), spoil(model.blocks[2].down, NAN)
+    step(2)
+    assert eps.loss_scale.skipped == 1
+    assert_same_tensors(weights_of(model), before)
+    assert all(state["step"] == 1 for state in optimizer.state_dict()["state"].values())
+    handle.remove()
+    step(3)
+    assert (eps.loss_scale.skipped, eps.loss_scale.value) == (1, 1.0)
+    assert not torch.equal(model.head.bias, before["head.bias"])
+
+
+def skipping(model: nn.Module, device: str) -> EagerParamServer:
+    return attach_l2l(model.eval(), config_for(model, device=device, nonfinite="skip"))
+
+
+def test_parameters_that_no_optimizer_has_are_no_reason(device):
+    model = Toy(tied=False)
+    eps, batch = skipping(model, device), batch_for(model, masked=False)
+    optimizer = eps.wrap(torch.optim.AdamW(model.head.parameters(), lr=1e-2))
+    weight = model.head.weight.detach().clone()
+    for _ in range(2):
+        model(**batch).loss.backward()
+        model.embed.weight.grad.fill_(INF)  # and it is not cleared
+        optimizer.step()
+    assert eps.loss_scale.skipped == 0
+    assert not torch.equal(model.head.weight, weight)
+
+
+def test_one_vote_for_two_optimizers(device):
+    model = Toy(tied=False)
+    eps, batch = skipping(model, device), batch_for(model, masked=False)
+    first = eps.wrap(torch.optim.AdamW(model.head.parameters()))
+    second = eps.wrap(torch.optim.AdamW([*model.embed.parameters(), *model.blocks.parameters()]))
+    before = weights_of(model)
+    for spoilt in (True, False):
+        model(**batch).loss.backward()
+        if spoilt:
+            model.head.bias.grad.fill_(NAN)
+        first.step()
+        second.step()
+        assert (eps.loss_scale.skipped, eps.updates.steps) == (1, 1 if spoilt else 2)
+        same = [torch.equal(p, before[name]) for name, p in model.named_parameters()]
+        assert all(same) if spoilt else not any(same)
+
+
+@pytest.mark.parametrize("others", [["model"], ["blocks"]])
+def test_a_skipped_step_is_one_step_although_other_optimizers_do_not_step(others, device):
+    """One that a new optimizer has replaced, or one that steps less often."""
+    model = Toy(tied=False)
+    eps, batch = skipping(model, device), batch_for(model, masked=False)
+    modules = {"model": model, "blocks": model.blocks}
+    alive = [eps.wrap(torch.optim.AdamW(modules[name].parameters())) for name in others]
+    own = model.parameters() if others == ["model"] else model.head.parameters()
+    optimizer = eps.wrap(torch.optim.AdamW(own))
+    for step in range(3):
+        model.zero_grad()
+        model(**batch).loss.backward()
+        if step == 0:
+            eps.vote.veto()
+        before = model.head.weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(model.head.weight, before) == (step == 0)
+    assert eps.loss_scale.skipped == 1
+    assert all(not each.state for each in alive)
+
+
+def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own(device):
+    model = Toy(tied=False)
+    eps, batch = skipping(model, device), batch_for(model, masked=False)
+    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=1.0))
+    model(**batch).loss.backward()
+    model.head.bias.grad.fill_(NAN)
+    optimizer.step()
+    model.head.weight.square().sum().backward()  # a penalty on a master
+    before = model.head.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.head.weight, before - 2 * before)
+
+
+def test_skipping_eager_steps_is_refused():
+    with pytest.raises(ValueError, match="nonfinite='skip'"):
+        L2LConfig(nonfinite="skip", eps_update="eager")
+
+
+# ---- under the Trainer
+
+
+def broken_at(step: int) -> nn.Module:
+    """A BERT whose second layer is not finite in one training step."""
+    model, calls = tiny_bert(dropout=0.0, layers=2), [0]
+
+    def count(module: nn.Module, args: Any) -> None:
+        calls[0] += module.training and torch.is_grad_enabled()
+
+    model.register_forward_pre_hook(count)
+    model.bert.encoder.layer[1].output.dense.register_forward_hook(
+        lambda _, args, out: out * NAN if calls[0] == step else out
+    )
+    return model
+
+
+def test_the_trainer_stops_with_step_and_layer(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"step 3: .*bert.encoder.layer.1"):
+        l2l_trainer(tmp_path, model=broken_at(3)).train()
+
+
+@pytest.mark.parametrize("mode", ["serial", "deferred"] if DEVICE == "cpu" else ["deferred"])
+def test_the_trainer_skips_and_the_scheduler_waits(tmp_path, mode):
+    trainer = l2l_trainer(tmp_path, model=broken_at(2), l2l_nonfinite="skip", eps_update=mode)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["skipped_steps"] for entry in logs] == [0, 1, 1, 1]
+    assert all("loss_scale" not in entry for entry in logs)
+    rates = [entry["learning_rate"] for entry in logs]
+    assert rates[0] > rates[1] == rates[2] > rates[3]
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_a_loss_that_is_no_number_counts_although_its_gradients_are(tmp_path):
+    """A second trainer of the model goes on after it."""
+    model = tiny_bert(dropout=0.0, layers=2)
+    l2l_trainer(tmp_path / "first", model=model, l2l_nonfinite="skip", max_steps=1).train()
+    second = l2l_trainer(tmp_path / "second", model=model, l2l_nonfinite="skip", max_steps=3)
+    compute_loss, losses = second.compute_loss, iter([NAN, 1.0, 1.0])
+    second.compute_loss = lambda *args, **kwargs: compute_loss(*args, **kwargs) + 0.0 * next(losses)
+    second.train()
+    assert [entry["skipped_steps"] for entry in second.state.log_history if "loss" in entry] == [1, 1, 1]
+    third = l2l_trainer(tmp_path / "third", model=tiny_bert(layers=2))
+    computed = third.compute_loss
+    third.compute_loss = lambda *args, **kwargs: computed(*args, **kwargs) + INF
+    with pytest.raises(NonFiniteError, match=r"step 1: .*the loss or its gradient, after the layers"):
+        third.train()

@@ -1,0 +1,262 @@
+"""Logits in chunks: what one device holds of them, and several devices that compute every n-th chunk each."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional
+
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.logits import chunks
+from hf_l2l.testing import Costs, enable_simulated_accelerator, virtual_clock
+from models import SMALL, VOCAB, attached
+from pipelined import Trained, devices, trained
+from tiers import more, nightly
+from training import settled_memory
+
+HIDDEN = 16
+
+
+# ---- what one device holds
+
+
+def peak(vocab: int, rows: int, tokens: int, *, tied: bool = False, **options: Any) -> int:
+    """Bytes of the device at the peak of the second forward and backward."""
+    torch.manual_seed(0)
+    sizes = {**SMALL, "vocab_size": vocab, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    model = attached(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)), stash="host", ubatch_size=1, **options)
+    ids = torch.randint(0, vocab, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        settled_memory()
+        torch.accelerator.reset_peak_memory_stats()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+    return int(torch.accelerator.max_memory_allocated())
+
+
+@nightly
+@pytest.mark.parametrize("cmp", [None, "bf16"])
+def test_bytes_do_not_grow_with_tokens_times_vocabulary(cmp):
+    """What more tokens add is of the hidden size, whatever the vocabulary."""
+
+    def more_bytes(vocab: int, chunked_loss: str) -> int:
+        same = {"chunked_loss": chunked_loss, "cmp": cmp}
+        return peak(vocab, 16, 64, **same) - peak(vocab, 4, 64, **same)
+
+    few, many, whole = more_bytes(500, "auto"), more_bytes(4000, "auto"), more_bytes(4000, "off")
+    tokens, entries = 12 * 64, 12 * 64 * 4000
+    assert many - few < tokens * HIDDEN * 4, f"{few} bytes for 768 tokens more with 500 words, {many} with 4,000"
+    assert whole >= 12 * entries - tokens * HIDDEN * 40  # what the log and the documents say
+
+
+@pytest.mark.parametrize(("tied", "copies"), [(False, 3), (True, 3)])
+def test_one_chunk_is_there_at_a_time(tied, copies):
+    """In the backward: the logits, their logarithmic softmax, and the gradients of both. The weights of embedding and
+    head are there, and the gradient of the head, but not yet that of the embedding."""
+    small, large = (peak(vocab, 8, 40, tied=tied) for vocab in (1000, 3000))
+    per_word = (large - small) / 2000
+    if tied:
+        assert per_word <= copies * HIDDEN * 4 + 4 * 4 * 128
+    else:
+        assert per_word == pytest.approx(copies * HIDDEN * 4 + 4 * 4 * 128, rel=0.01)
+
+
+# ---- several devices
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"stash": "host", "boundary": "host"},
+    "bf16": {"cmp": "bf16"},
+    "all resident": {"resident": "all"},
+}
+ROWS, LENGTH = 8, 48
+"""Three chunks of 128 tokens."""
+
+
+@pytest.fixture
+def _four() -> Iterator[None]:
+    enable_simulated_accelerator(devices=4)
+    yield
+    enable_simulated_accelerator()
+
+
+def _llama() -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=False))
+
+
+def _bart() -> nn.Module:
+    """Its logits have a bias that all rows share, and its head is its embedding."""
+    config = hf.BartConfig(
+        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=VOCAB, max_position_embeddings=64, decoder_start_token_id=0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=1, forced_eos_token_id=None,
+    )  # fmt: skip
+    return hf.BartForConditionalGeneration(config)
+
+
+def _bert() -> nn.Module:
+    """Its head has a bias that is trained."""
+    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, tie_word_embeddings=False))
+
+
+FAMILIES = {"llama": _llama, "bart": _bart, "bert": _bert}
+CASES = (("llama", "host", 3), ("bart", "bf16", 2), ("bert", "device", 2))
+
+
+def batch(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    ids = torch.randint(2, VOCAB, (ROWS - step % 2, LENGTH), generator=drawn).to("sim:0")
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, -100)}
+
+
+@cache
+def model_of(family: str) -> nn.Module:
+    torch.manual_seed(1)
+    return FAMILIES[family]()
+
+
+def run(family: str, count: int, mode: str, **options: Any) -> Trained:
+    return trained(
+        copy.deepcopy(model_of(family)), count, steps=2, batches=batch, **{"ubatch_size": 4, **MODES[mode], **options}
+    )
+
+
+def far(one: Trained, other: Trained) -> float:
+    return max(float((one.weights[n] - other.weights[n]).abs().max()) for n in one.weights)
+
+
+@pytest.mark.usefixtures("_four")
+@pytest.mark.parametrize(("family", "mode", "count"), [*CASES, *more(*itertools.product(FAMILIES, MODES, (2, 4)))])
+def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count, monkeypatch):
+    placed = []
+    send = chunks.Place.send
+    for kind in chunks.Place.__subclasses__():
+        of_other = kind.send
+        monkeypatch.setattr(kind, "send", lambda at, t, send=of_other: placed.append(at.device) or send(at, t))
+    assert send is chunks.Place.send
+    found = run(family, count, mode)
+    assert {str(device) for device in placed} == {*devices(count)[1:]}
+    one = run(family, 1, mode)
+    # The gradients of the head are added in another order.
+    assert far(found, one) < (1e-2 if mode == "bf16" else 1e-5)
+    for loss, expected in zip(found.losses, one.losses, strict=True):
+        torch.testing.assert_close(loss, expected)
+    assert not found.differences(run(family, count, mode)), "a training can be repeated"
+
+
+@pytest.mark.usefixtures("_four")
+@pytest.mark.parametrize(("family", "mode"), [("llama", "device"), *more(*itertools.product(FAMILIES, MODES))])
+def test_the_head_on_the_first_device_has_the_bits_of_one(family, mode):
+    assert not run(family, 2, mode, head_device="first").differences(run(family, 1, mode))
+
+
+def _head(count: int, **options: Any) -> nn.Module:
+    model = copy.deepcopy(model_of("llama"))
+    attach_l2l(model, L2LConfig(device=devices(count), ubatch_size=4, **options))
+    return model.eval()
+
+
+@pytest.mark.usefixtures("_four")
+def test_weights_of_classes_are_copied_to_each_device():
+    losses, gradients = [], []
+    for count in (1, 3):
+        model = _head(count)
+        given = batch(model, 0)
+        logits = model(input_ids=given["input_ids"]).logits.flatten(0, 1)
+        weight = torch.linspace(0.5, 1.5, VOCAB).to("sim:0")
+        loss = functional.cross_entropy(logits, given["labels"].flatten(), weight, label_smoothing=0.1)
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        detach_l2l(model)
+        gradients.append(model.lm_head.weight.grad.cpu())
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.usefixtures("_four")
+def test_a_frozen_head_has_no_sums():
+    losses, gradients = [], []
+    for count in (1, 3):
+        model = copy.deepcopy(model_of("llama"))
+        model.lm_head.requires_grad_(False)
+        attach_l2l(model, L2LConfig(device=devices(count), ubatch_size=4))
+        loss = model(**batch(model, 0)).loss
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        detach_l2l(model)
+        assert model.lm_head.weight.grad is None
+        gradients.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    assert torch.equal(*losses)
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True)), "no sums differ"
+
+
+@pytest.mark.usefixtures("_four")
+def test_few_rows_stay_on_the_first_device(monkeypatch):
+    monkeypatch.setattr(chunks.Place, "send", lambda *given: pytest.fail("one chunk is not sent"))
+    model = _head(4)
+    ids = torch.zeros(2, LENGTH, dtype=torch.long, device="sim:0")
+    model(input_ids=ids, labels=ids).loss.backward()
+    detach_l2l(model)
+
+
+@pytest.mark.usefixtures("_four")
+def test_without_peer_access_the_head_stays_on_the_first_device(caplog):
+    enable_simulated_accelerator(devices=2, peer_access=False)
+    try:
+        with caplog.at_level(logging.DEBUG, "hf_l2l"):
+            found = run("llama", 2, "device")
+            assert "logits are computed on sim:0 alone" in caplog.text
+        one = run("llama", 1, "device")
+    finally:
+        enable_simulated_accelerator(devices=4)
+    assert not found.differences(one)
+
+
+@pytest.mark.usefixtures("_four")
+def test_the_devices_compute_chunks_at_the_same_time():
+    """No wait of the first device lies between a chunk that it computes and the next one."""
+    model = _head(2)
+    given = batch(model, 0)
+    order: list[str] = []
+    linear = chunks.Head.linear
+
+    def recorded(head: chunks.Head, hidden: torch.Tensor) -> torch.Tensor:
+        if len(hidden) > 1:
+            order.append(str(hidden.device))
+        return linear(head, hidden)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks.Head, "linear", recorded)
+        model(**given).loss.backward()
+    detach_l2l(model)
+    assert order == ["sim:0", "sim:1", "sim:0"] * 2
+
+
+@pytest.mark.usefixtures("_four")
+def test_the_head_takes_one_part_in_n_of_its_time():
+    """In virtual time, of a model that is mostly head: eight chunks, whose gradients are added at no cost."""
+    config = hf.LlamaConfig(**{**SMALL, "vocab_size": 500}, num_key_value_heads=1, max_position_embeddings=256)
+    made = hf.LlamaForCausalLM(config)
+    ids = torch.randint(0, 500, (8, 128)).to("sim:0")
+    ends = {}
+    for asked in ("first", "auto"):
+        model = copy.deepcopy(made)
+        attach_l2l(model, L2LConfig(device=devices(4), ubatch_size=2, head_device=asked))
+        model(input_ids=ids, labels=ids).loss.backward()
+        with virtual_clock(Costs(link_bytes_per_s=1e15, flop_per_s=1e6, host_bytes_per_s=1e15)) as clock:
+            model(input_ids=ids, labels=ids).loss.backward()
+        detach_l2l(model)
+        # Products for logits, twice, and for two gradients.
+        head_s = 4 * 2 * ids.numel() * 500 * config.hidden_size / 1e6
+        ends[asked] = clock.end
+    assert ends["first"] - ends["auto"] == pytest.approx(0.75 * head_s, rel=0.1)
