@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+from devices import DEVICE
+from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
 
 WIDTH, ROWS = 6, 7
 
@@ -116,10 +120,13 @@ class Drops(Block):
 
 
 class Net(nn.Module):
-    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+    """Some such layers, the same weights each time."""
+
+    def __init__(self, *kinds: Callable[[], nn.Module]) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.layers = nn.ModuleList(kind() for _ in range(3))
+        self.layers = nn.ModuleList(kind() for kind in kinds)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embed(x)
@@ -134,7 +141,63 @@ COMPUTING_WEIGHTS = (WeightNorm, Pruned)
 """Before each use, in attributes that nobody else reads: nothing is to be said of them."""
 
 
-def made(kind: Callable[[], nn.Module]) -> nn.Module:
-    """A model with three such layers, the same each time."""
-    torch.manual_seed(0)
-    return Net(kind)
+def made(kind: Callable[[], nn.Module] = Block) -> Any:
+    """A model with three layers of a kind."""
+    return Net(kind, kind, kind)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(ROWS, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def attach(net: nn.Module, **options: Any) -> EagerParamServer:
+    return attach_l2l(net, L2LConfig(**{"device": DEVICE, "layer_classes": ("Block",), **options}))
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    """And buffers."""
+    drawn: tuple[float, float]
+    """What the program draws next."""
+
+
+def trained(
+    net: nn.Module,
+    options: dict[str, Any] | None = None,
+    *,
+    loss_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    between: Callable[[Any], None] | None = None,
+) -> Trained:
+    """Two steps in plain torch on the host or, with `options`, layer to layer.
+
+    Args:
+        loss_of: makes a loss of what the model returns.
+        between: what the program does with the model between the forward and the backward.
+    """
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.05)
+    if options is not None:
+        optimizer = attach(net, **options).wrap(optimizer)
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    x, losses = batch(), []
+    for _ in range(2):  # what is found out in the first one is used in the second one
+        net.train()
+        loss = net(x)
+        if loss_of is not None:
+            loss = loss_of(loss)
+        if between is not None:
+            between(net)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {name: value.detach().to("cpu", copy=True) for name, value in net.state_dict().items()}
+    return Trained(losses, weights, (random.random(), numpy.random.rand()))
+
+
+def assert_trained_alike(found: Trained, expected: Trained) -> None:
+    """But for rounding: a device, and micro-batches, sum in another order."""
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert found.drawn == expected.drawn

@@ -1,0 +1,279 @@
+"""Batch dimensions are found by doubling, and calls of one kind by their keys; leaves in all kinds of mappings."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hf_l2l.model.batch_dims import (
+    BatchDims,
+    NoConsistentSplit,
+    batch_rows,
+    call_key,
+    cannot_split,
+    compare_shapes,
+    doubled,
+    ubatches,
+)
+from hf_l2l.model.precision import Precision
+from hf_l2l.model.units import LayerUnit
+from hf_l2l.runtime.tensors import flatten, leaves_of, map_tensors, narrow
+from tiers import times
+
+SIZES = st.lists(st.integers(1, 7), max_size=3)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[list[torch.Size], list[torch.Size], int, int, tuple[int | None, ...]]:
+    """Shapes of some tensors with `rows` rows and with `factor` times as many, and where the rows are."""
+    rows, factor = draw(st.integers(1, 6)), draw(st.integers(2, 4))
+    small, large, dims = [], [], []
+    for _ in range(draw(st.integers(0, 4))):
+        sizes = draw(SIZES)
+        dim = draw(st.none() | st.integers(0, len(sizes)))
+        per_row = draw(st.integers(1, 3))
+        small.append(torch.Size(sizes if dim is None else [*sizes[:dim], per_row * rows, *sizes[dim:]]))
+        large.append(torch.Size(sizes if dim is None else [*sizes[:dim], per_row * rows * factor, *sizes[dim:]]))
+        dims.append(dim)
+    return small, large, rows, factor * rows, tuple(dims)
+
+
+@settings(max_examples=times(30, 100))
+@given(shapes())
+def test_the_dimension_that_grows_with_the_rows_carries_them(drawn):
+    small, large, rows, more, dims = drawn
+    assert compare_shapes(small, large, rows, more).dims == dims
+    assert compare_shapes(large, small, more, rows).dims == dims
+
+
+@settings(max_examples=times(30, 100))
+@given(shapes(), st.data())
+def test_inconsistent_shapes_are_refused(drawn, data):
+    small, large, rows, more, dims = drawn
+    kind = data.draw(st.sampled_from(["count", "rank", "second", "proportion"]))
+    changeable = [i for i, d in enumerate(dims) if d is not None and (kind != "second" or len(small[i]) > 1)]
+    if kind == "count" or not changeable:
+        large = [*large, torch.Size([rows])]
+    else:
+        index = data.draw(st.sampled_from(changeable))
+        sizes, dim = list(large[index]), dims[index]
+        if kind == "rank":
+            sizes.append(1)
+        elif kind == "second":
+            other = data.draw(st.sampled_from([d for d in range(len(sizes)) if d != dim]))
+            sizes[other] += 1
+        else:
+            sizes[dim] += data.draw(st.integers(1, 5))
+        large[index] = torch.Size(sizes)
+    with pytest.raises(NoConsistentSplit, match="rows"):
+        compare_shapes(small, large, rows, more)
+
+
+def test_a_size_that_holds_no_whole_number_of_entries_per_row_is_refused():
+    with pytest.raises(NoConsistentSplit, match=r"a tensor is \[3\] for 2 rows and \[6\] for 4"):
+        compare_shapes([torch.Size([3])], [torch.Size([6])], 2, 4)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[torch.Tensor], BatchDims, int, int]:
+    small, _, rows, _, dims = draw(shapes())
+    tensors = [torch.arange(s.numel()).reshape(s) for s in small]
+    return tensors, BatchDims(dims), rows, draw(st.integers(1, 7))
+
+
+@settings(max_examples=times(30, 100))
+@given(batches())
+def test_ubatches_cover_all_rows_exactly_once(drawn):
+    tensors, dims, rows, size = drawn
+    assert dims.fits(tensors, rows)
+    pieces = [dims.rows_of(tensors, rows, *ubatch) for ubatch in ubatches(rows, size)]
+    for index, (tensor, dim) in enumerate(zip(tensors, dims.dims, strict=True)):
+        if dim is None:
+            assert all(piece[index] is tensor for piece in pieces)
+        else:
+            assert torch.equal(torch.cat([piece[index] for piece in pieces], dim), tensor)
+            assert all(p[index].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for p in pieces)
+
+
+def test_fits_needs_whole_rows():
+    tensors = [torch.zeros(2, 6), torch.zeros(5)]
+    assert BatchDims((1, None)).fits(tensors, 3)
+    assert not BatchDims((1, None)).fits(tensors, 4)
+
+
+def test_entries_of_one_row_lie_together():
+    heads = torch.arange(6)  # two rows of three heads
+    assert narrow(heads, 0, 2, 1, 2).tolist() == [3, 4, 5]
+
+
+def test_doubled_repeats_what_has_the_rows():
+    ids, positions, scale = torch.arange(4).reshape(2, 2), torch.arange(3), torch.tensor(2.0)
+    args, kwargs = doubled(((ids, "text"), {"nested": [positions, {"labels": ids[:, 0]}], "scale": scale}), 2)
+    assert args[0].tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert args[1] == "text"
+    assert kwargs["nested"][0] is positions and kwargs["scale"] is scale
+    assert kwargs["nested"][1]["labels"].tolist() == [0, 2, 0, 2]
+
+
+def test_doubled_leaves_a_cache_alone():
+    cache = hf.DynamicCache()
+    assert doubled({"past_key_values": cache}, 2)["past_key_values"] is cache
+
+
+def test_rows_of_a_batch():
+    assert batch_rows(((), {"flag": True, "scale": torch.tensor(1.0), "input_ids": torch.zeros(5, 3)})) == 5
+    assert batch_rows(((), {"flag": True})) is None
+    assert batch_rows(((), {"position_ids": torch.zeros(1, 3), "input_ids": torch.zeros(5, 3)})) == 5
+    assert batch_rows(((torch.zeros(9, 4), torch.zeros(5, 3), torch.zeros(5)), {})) == 5
+    objects = [{"boxes": torch.zeros(1, 4), "classes": torch.zeros(1)} for _ in range(5)]
+    assert batch_rows(((), {"pixel_values": torch.zeros(5, 3, 8, 8), "labels": objects})) == 5
+    assert batch_rows((({"input_ids": torch.zeros(5, 3)},), {})) == 5
+
+
+def test_what_cannot_be_split():
+    assert cannot_split([torch.zeros(1), None, 1, 2.5, "text", torch.float32, len], {"cu_seqlens": None}) is None
+    assert cannot_split([torch.zeros(1), hf.DynamicCache()], {}) == "it is given a key-value cache"
+    assert cannot_split([SimpleNamespace()], {}) == "it is given a SimpleNamespace, whose rows are unknown"
+    assert cannot_split([UserDict(a=1)], {}) == "it is given a UserDict, whose rows are unknown"
+    packed = {"cu_seqlens": torch.tensor([0, 4])}
+    assert cannot_split([], packed) == "it is given sequences packed into one (cu_seqlens)"
+
+
+def key(layer: nn.Module, rows: int = 4, **kwargs: object) -> tuple[object, ...]:
+    leaves, spec = flatten(((torch.zeros(rows, 3),), kwargs))
+    unit = LayerUnit(layer, layer.modules(), "a layer", Precision(layer))
+    return call_key(unit, spec, leaves, rows)
+
+
+def test_calls_of_one_kind_have_one_key():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    assert key(first, mask=torch.zeros(4, 5), scale=2.0) == key(second, mask=torch.zeros(4, 7), scale=3.0)
+    assert key(first, rows=4, mask=torch.zeros(4, 5)) == key(first, rows=6, mask=torch.zeros(6, 5))
+
+
+def test_calls_of_different_kinds_have_different_keys():
+    layer = nn.Linear(3, 3)
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"mask": None}, {"mask": torch.zeros(4, 5)}),
+        ({"mask": None}, {}),
+        ({"positions": torch.zeros(1, 5)}, {"positions": torch.zeros(4, 5)}),
+        ({"positions": torch.zeros(5)}, {"positions": torch.zeros(4)}),
+        ({"mask": torch.zeros(4, 5)}, {"mask": torch.zeros(4, 1, 5)}),
+        ({"mask": torch.zeros(4, 5)}, {"mask": torch.zeros(4, 5, dtype=torch.bool)}),
+        ({"option": True}, {"option": None}),
+        ({"option": True}, {"option": False}),
+        ({"option": "one"}, {"option": "other"}),
+    ]
+    for one, other in pairs:
+        assert key(layer, **one) != key(layer, **other), (one, other)
+
+
+def test_the_key_knows_the_classes_and_the_mode():
+    layer = nn.Linear(3, 3)
+    assert key(layer) != key(nn.Identity())
+    assert key(nn.Sequential(layer)) == key(nn.Sequential(nn.Linear(3, 3))) != key(nn.Sequential(nn.Identity()))
+    training = key(layer)
+    assert key(layer.eval()) != training
+
+
+# ---- leaves
+
+
+class Labelled(dict):
+    """A dict that is no node of pytree, with an attribute."""
+
+    label = "none"
+
+
+class Frozen(Mapping):
+    """What can be read only, and shares its storage with shallow copies of it."""
+
+    def __init__(self, data):
+        self._data = dict(data)
+
+    def __getitem__(self, key):
+        return self._data[key]
+
+    def __iter__(self):
+        return iter(self._data)
+
+    def __len__(self):
+        return len(self._data)
+
+
+class Particular(Frozen):
+    """Cannot be made of its items."""
+
+    def __init__(self, *, of):
+        super().__init__(of)
+
+
+class Locked(dict):
+    """Made once, and then read only."""
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("this mapping is locked")
+
+
+class Checked(Frozen):
+    """Takes certain values only."""
+
+    def __init__(self, data, *, error=None):
+        if error is None and any(isinstance(value, torch.Tensor) and value.sum() for value in data.values()):
+            raise ValueError("values must be zero")
+        super().__init__(data)
+
+
+def labelled(data):
+    made = Labelled(data)
+    made.label = "mine"
+    return made
+
+
+MAPPINGS = {
+    "BatchEncoding": (hf.BatchEncoding, hf.BatchEncoding),
+    "UserDict": (UserDict, UserDict),
+    "dict": (labelled, Labelled),
+    "proxy": (MappingProxyType, MappingProxyType),
+    "frozen": (Frozen, Frozen),
+    "locked": (Locked, dict),
+    "checked": (lambda data: Checked(data, error="none"), dict),
+    "particular": (lambda data: Particular(of=data), dict),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_leaves_in_mappings_are_seen_and_the_callers_object_stays(name):
+    make, kind = MAPPINGS[name]
+    ids, mask = torch.ones(3, 2), torch.zeros(3, 2)
+    given = make({"ids": ids, "more": [make({"mask": mask})], "text": "x"})
+    found = map_tensors(lambda tensor: tensor + 1, ([given], 5))
+    changed = found[0][0]
+    assert type(changed) is kind and found[1] == 5
+    assert torch.equal(changed["ids"], ids + 1) and torch.equal(changed["more"][0]["mask"], mask + 1)
+    assert changed["text"] == "x"
+    assert given["ids"] is ids and given["more"][0]["mask"] is mask
+    assert getattr(changed, "label", None) == getattr(given, "label", None)
+    assert [leaf for leaf in leaves_of(([given], 5)) if isinstance(leaf, torch.Tensor)] == [ids, mask]
+
+
+def test_a_mapping_in_which_nothing_changes_stays_the_same_object():
+    given = hf.BatchEncoding({"ids": torch.ones(2), "text": "x"})
+    assert map_tensors(lambda tensor: tensor, {"batch": given})["batch"] is given
+
+
+def test_rows_of_a_batch_in_a_mapping():
+    batch = hf.BatchEncoding({"ids": torch.ones(3, 2), "mask": torch.ones(3, 2)})
+    assert batch_rows(((batch,), {})) == 3
+    twice = doubled(((batch,), {}), 3)[0][0]
+    assert [t.shape[0] for t in twice.values()] == [6, 6]
+    assert [t.shape[0] for t in batch.values()] == [3, 3]
