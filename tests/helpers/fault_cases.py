@@ -1,6 +1,6 @@
 """One fault in one place of a training, and what must be true afterwards, whatever the device.
 
-`tests/sim/test_faults.py` runs these on the simulated accelerator, `tests/engine/test_faults.py` on the CPU.
+`tests/trainer/test_faults.py` runs these on every device.
 """
 
 from __future__ import annotations

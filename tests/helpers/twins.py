@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from hf_l2l import L2LConfig, Lamb, NonFiniteError, attach_l2l, detach_l2l
-from hf_l2l.hf.attach import attachment_of
 from models import SMALL, VOCAB
-from update_cases import groups_of
+from plain import is_attached
+from runs import groups_of
 
 TOKENS = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -301,7 +301,7 @@ class Layered(Side):
 
     def place(self, **options: Any) -> None:
         options = {**self.options, **options}
-        was_attached = attachment_of(self.model) is not None
+        was_attached = is_attached(self.model)
         detach_l2l(self.model)
         self.options = options
         classes = ("CountingBlock",) if self.kind == "counting" else None

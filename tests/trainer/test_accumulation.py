@@ -1,0 +1,376 @@
+"""Accumulated batches that run as one train as batch by batch, but for rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import accumulated
+from accumulated import forwards, padded, ragged, tiny_llama, train
+from devices import DEVICE
+from folded import CLOSE, EAGER, ONE_STEP, OutOfRoom, assert_folded, pair, told
+from hf_l2l import L2LTrainer
+from hf_l2l.model.batch_dims import NotCut
+from plain import DROPOUT
+from runs import assert_same_run
+from tiers import more
+from training import SAVING, logs, stopped_at_two
+
+# ---- the steps of a training
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"gradient_accumulation_steps": 7, "per_device_train_batch_size": 1, "max_grad_norm": 0.05},
+    {"per_device_train_batch_size": 3, "ubatch_size": 2, "stash": "host", "l2l_boundary": "host"},
+    {"eps_update": "deferred", "l2l_nonfinite": "skip", "model": lambda: tiny_llama().double()},
+    {"optim": "sgd", "learning_rate": 0.1, **EAGER},
+    *more({"gradient_accumulation_steps": 32, "per_device_train_batch_size": 1, "data": ragged(96)}),
+    *more({"l2l_resident": "shell"}, {"l2l_resident_layers": 1}, {"l2l_kept_weights": 1}),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
+def test_a_step_is_that_of_its_batches(tmp_path, options):
+    """Of transformers' Trainer; in float64, only what the loss casts to fp32 rounds."""
+    make = options.get("model", tiny_llama)
+    folded = accumulated.made(tmp_path, **{**options, "model": make()})
+    seen = forwards(folded)
+    assert told(folded)
+    size = folded.args.per_device_train_batch_size * folded.args.gradient_accumulation_steps
+    assert seen[-3:] == [size] * 3
+    known = {"data", *hf.TrainingArguments.__dataclass_fields__}
+    theirs = {name: value for name, value in options.items() if name in known}
+    plain = accumulated.made(tmp_path, kind=hf.Trainer, **theirs, model=make())
+    train(plain)
+    assert_folded(folded, plain)
+
+
+SIXTEEN = [
+    ({"cmp": "fp16", "l2l_loss_scale_init": 2.0**32, "l2l_loss_scale_backoff": 2.0**-6}, 2e-3, 1e-2),
+    *more(({"cmp": "bf16"}, 1e-2, 4e-3), ({"l2l_grad_dtype": "16bit"}, 1e-2, 4e-3)),
+    ({"bf16": True, "use_cpu": DEVICE == "cpu"}, 1e-2, 4e-3),
+]
+
+
+@pytest.mark.parametrize(("options", "rel", "weights"), SIXTEEN, ids=lambda value: str(value))
+def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
+    """Adam makes of the sign of a small gradient a whole learning rate, hence the tolerance of the weights."""
+    folded, apart = pair(tmp_path, max_steps=5 if "l2l_loss_scale_init" in options else 3, **options)
+    seen = forwards(folded)
+    assert told(folded)
+    assert seen[-1] == 8
+    assert_folded(folded, apart, rel=rel, weights=weights)
+    for name in ("loss_scale", "skipped_steps"):
+        ours, theirs = ([entry.get(name) for entry in t.state.log_history] for t in (folded, apart))
+        assert ours == theirs
+    if "l2l_loss_scale_init" in options:
+        assert folded.state.log_history[-2]["skipped_steps"] > 1
+
+
+@pytest.mark.parametrize(("size", "seen_by_layers"), [*more((None, [3, 3, 3, 1])), (2, [2, 1, 2, 1, 2, 1, 1])])
+def test_layers_see_one_batch_at_a_time(tmp_path, size, seen_by_layers):
+    """Also where the last batch of an epoch has fewer rows."""
+    made = accumulated.made(
+        tmp_path, data=ragged(10), per_device_train_batch_size=3, ubatch_size=size, max_steps=3, num_train_epochs=3
+    )
+    seen: list[int] = []
+    made.model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    assert told(made)
+    assert seen[-2 * len(seen_by_layers) :] == 2 * seen_by_layers, "a forward, and the recompute"
+
+
+class Events(hf.TrainerCallback):
+    """What callbacks are called for within a step."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.events.append("step")
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.events.append("substep")
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        assert all(p.grad is not None for p in model.parameters())
+        self.events.append("gradients")
+
+
+def test_what_callbacks_and_logs_see(tmp_path):
+    runs = []
+    for value in ("auto", "off"):
+        callback = Events()
+        made = accumulated.made(
+            tmp_path,
+            l2l_merge_accumulation=value,
+            include_num_input_tokens_seen=True,
+            logging_steps=2,
+            of_trainer={"callbacks": [callback]},
+        )
+        train(made)
+        runs.append((callback.events, logs(made), made.state.num_input_tokens_seen, made.state.total_flos))
+    (events, entries, *counts), (others, expected, *known) = runs
+    assert events == others == 3 * ["step", "substep", "substep", "substep", "gradients"]
+    assert counts == known
+    for ours, theirs in zip(entries, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=CLOSE)
+
+
+def test_it_resumes_in_the_midst_of_an_epoch_with_the_same_bits(tmp_path):
+    """Also with dropout, since the comparison of the first step leaves no trace."""
+
+    def make(folder, **options):
+        return accumulated.made(folder, model=tiny_llama(attention_dropout=0.2), **options)
+
+    whole = make(tmp_path / "whole", **SAVING)
+    train(whole)
+    checkpoint = stopped_at_two(make, tmp_path / "cut")
+    resumed = make(tmp_path / "cut", **SAVING)
+    train(resumed, checkpoint)
+    assert_same_run(resumed, whole)
+
+
+@pytest.mark.parametrize("mode", [*more({}), EAGER], ids=str)
+def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path, mode):
+    """transformers' loss of this model does not use num_items_in_batch, though its forward takes it."""
+
+    def run(reason: str, **options):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            drop = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
+            config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+            model = hf.BertForSequenceClassification(hf.BertConfig(vocab_size=60, **config, **drop))
+        data = [{**row, "labels": sum(row["input_ids"]) % 2} for row in ragged()]
+        made = accumulated.made(
+            tmp_path, model=model, data=data, of_trainer={"data_collator": classified}, **mode, **options
+        )
+        seen = forwards(made)
+        assert told(made, reason)
+        return made, seen
+
+    tried, seen = run("the loss of all rows at once is ")
+    # A first batch that draws random numbers is compared without them, out of sight.
+    assert seen == ([2] if DROPOUT else [*ONE_STEP, 8]) + 3 * ONE_STEP
+    assert_same_run(tried, run("l2l_merge_accumulation='off'", l2l_merge_accumulation="off")[0])
+
+
+def classified(rows):
+    labels = torch.tensor([row["labels"] for row in rows])
+    return {**padded([{**row, "labels": row["input_ids"]} for row in rows]), "labels": labels}
+
+
+class WithAuxiliaryLoss(hf.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.aux_loss = outputs.logits.square().mean()
+        outputs.loss = outputs.loss + 1e-9 * outputs.aux_loss
+        return outputs
+
+
+class WithBatchMean(hf.LlamaForCausalLM):
+    """Its gradients depend on the batch, though its loss does not."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        extra = self.model.norm.weight.sum()
+        outputs.loss = outputs.loss + extra - extra.detach()
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(WithAuxiliaryLoss, "an auxiliary loss (aux_loss"), (WithBatchMean, "the gradient of model.norm.weight would")],
+)
+def test_what_the_first_step_finds(tmp_path, kind, reason):
+    made = accumulated.made(tmp_path, model=kind(tiny_llama().config), remove_unused_columns=False, max_steps=2)
+    seen = forwards(made)
+    assert told(made, reason)
+    assert seen[-8:] == 2 * ONE_STEP
+
+
+# ---- steps that fail
+
+
+NO_ROOM = [("forward", 2, "deferred"), ("backward", 0, "serial"), *more(("backward", 2, "deferred"))]
+
+
+@pytest.mark.parametrize(("where", "steps", "mode"), NO_ROOM)
+def test_a_device_without_room_for_all_rows(tmp_path, where, steps, mode):
+    """In the first step, or later, when rows are longer: that step and those after it run batch by batch."""
+    made, apart = pair(tmp_path, eps_update=mode, max_steps=4)
+    seen = forwards(made)
+    OutOfRoom(made, where, steps)
+    assert told(made, "the device has no room for the rows of all batches at once")
+    assert seen == [*ONE_STEP, 8] + steps * [8] + ([8] if steps else []) + (4 - steps) * ONE_STEP
+    if steps:
+        assert_folded(made, apart)
+    else:
+        assert_same_run(made, apart)
+
+
+LATE = ["fails at once", "cannot be cut", "different inputs", "random numbers"]
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path, late):
+    """And so do all steps after that; nothing is lost, and random numbers are drawn again."""
+    begins = 0 if late == "fails at once" else 2
+
+    def run(draws: int = 1, **options):
+        calls = []
+
+        def collate(rows):
+            calls.append(1)
+            extra = {"return_loss": True} if late == "different inputs" and len(calls) == 11 else {}
+            return {**padded(rows), **extra}
+
+        model = tiny_llama(attention_dropout=0.3 if late == "random numbers" else 0.0)
+        made = accumulated.made(tmp_path, model=model, max_steps=4, of_trainer={"data_collator": collate}, **options)
+
+        def refuse(module, args, kwargs):
+            if len(kwargs["input_ids"]) > 4 and made.state.global_step == begins:
+                torch.rand(draws)
+                raise ValueError("these rows cannot be run") if begins == 0 else NotCut("so it is")
+
+        if late != "different inputs":
+            made.model.register_forward_pre_hook(refuse, with_kwargs=True)
+        return made
+
+    tried = run()
+    seen = forwards(tried)
+    reasons = {"fails at once": "these rows cannot be run", "different inputs": late}
+    assert told(tried, reasons.get(late, "so it is"))
+    assert seen[-8:] == 2 * ONE_STEP
+    if late == "random numbers":
+        again = run(draws=3)
+        train(again)
+        assert_same_run(tried, again)
+        return
+    apart = run(l2l_merge_accumulation="off")
+    train(apart)
+    assert_folded(tried, apart)
+
+
+# ---- what speaks against it before the first step
+
+
+class OwnLoss(L2LTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class OwnStep(L2LTrainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+class WithNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return out
+
+
+class OwnLabels(hf.LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        return super().forward(input_ids, attention_mask, labels=input_ids, **kwargs)
+
+
+def with_batch_norm() -> nn.Module:
+    model = tiny_llama()
+    model.model.embed_tokens = nn.Sequential(model.model.embed_tokens, WithNorm())
+    return model
+
+
+def mixtral(**config: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        known = {"num_key_value_heads": 1, "vocab_size": 60, "num_local_experts": 4, "pad_token_id": 0}
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **known, **config))
+
+
+def with_longer_rows() -> nn.Module:
+    """Says so in a part of its configuration, as models with positions per kind of layer do."""
+    model = mixtral()
+    model.config.rope_parameters = {"full_attention": {"rope_type": "longrope"}}
+    return model
+
+
+def without_labels(rows: list[Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in padded(rows).items() if name != "labels"}
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "compute_loss": ({"kind": OwnLoss}, "OwnLoss has a compute_loss of its own"),
+    "training_step": ({"kind": OwnStep}, "OwnStep has a training_step of its own"),
+    "replaced": ({"set": {"compute_loss": None}}, "this trainer has a compute_loss"),
+    "compute_loss_func": (
+        {"of_trainer": {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.mean()}},
+        "compute_loss_func",
+    ),
+    "mean": ({"set": {"loss_is_scaled_for_ga": False}}, "loss_is_scaled_for_ga=False"),
+    "no items": ({"set": {"model_accepts_loss_kwargs": False}}, "it takes no num_items_in_batch"),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+    "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    "routers": ({"model": lambda: mixtral(output_router_logits=True)}, "output_router_logits"),
+    "graphs": ({"l2l_kept_graphs": 1}, "l2l_kept_graphs"),
+    "rotary positions": ({"model": with_longer_rows}, "rotary positions"),
+    "batch norm": ({"model": with_batch_norm}, "model.embed_tokens.1.norm normalizes"),
+    "no labels": (
+        {"model": lambda: OwnLabels(tiny_llama().config), "of_trainer": {"data_collator": without_labels}},
+        "without labels there is no num_items_in_batch",
+    ),
+    "all resident": ({"l2l_resident": "all"}, ""),
+}
+
+
+def test_batches_run_one_by_one_and_a_warning_says_why(tmp_path):
+    for name, (given, reason) in CASES.items():
+        options = {"model": tiny_llama, **given}
+        model, replaced = options.pop("model")(), options.pop("set", {})
+        made = accumulated.made(tmp_path, **options, model=model, max_steps=1)
+        for attribute, value in replaced.items():
+            setattr(made, attribute, getattr(made, attribute) if value is None else value)
+        seen = forwards(made)
+        assert told(made, reason), name
+        assert seen == ONE_STEP, name
+
+
+def test_a_warning_has_the_numbers_of_the_arguments(tmp_path, device):
+    made = accumulated.made(tmp_path, gradient_accumulation_steps=1, kind=OwnLoss, max_steps=1)
+    assert train(made) == []
+    made = accumulated.made(tmp_path, gradient_accumulation_steps=16, l2l_merge_accumulation="off", max_steps=1)
+    said = " ".join(train(made))
+    for part in ("batch 2 x accumulation 16", "32 times", "per_device_train_batch_size=32, ubatch_size=2"):
+        assert (part in said) == (device != "cpu")
+
+
+def test_experts_are_folded_without_the_loss_of_their_routers(tmp_path):
+    folded = accumulated.made(tmp_path, model=mixtral())
+    seen = forwards(folded)
+    assert told(folded)
+    assert seen[-3:] == [8, 8, 8]
+    plain = accumulated.made(tmp_path, kind=hf.Trainer, model=mixtral())
+    train(plain)
+    assert_folded(folded, plain, weights=1e-3)
+    routed = []
+    for kind in (L2LTrainer, hf.Trainer):
+        model = mixtral(output_router_logits=True, router_aux_loss_coef=0.1)
+        routed.append(accumulated.made(tmp_path, kind=kind, model=model))
+        train(routed[-1])
+    assert_folded(*routed, weights=1e-3)
+
+
+def test_a_step_called_by_the_program_is_run_at_once(tmp_path):
+    made = accumulated.made(tmp_path, max_steps=1)
+    train(made)
+    assert float(made.training_step(made.model, padded(ragged(2)))) > 0
+    assert all(p.grad is not None for p in made.model.parameters())

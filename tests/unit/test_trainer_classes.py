@@ -1,0 +1,176 @@
+"""Trainers and arguments that are made of those of other libraries: names, signatures, fields, pickles."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from dataclasses import dataclass, field, fields, make_dataclass
+
+import pytest
+import torch
+import transformers as hf
+
+from hf_l2l import (
+    L2LArgumentsMixin,
+    L2LCallback,
+    L2LConfig,
+    L2LTrainer,
+    L2LTrainerMixin,
+    L2LTrainingArguments,
+    make_l2l_arguments,
+    make_l2l_trainer,
+)
+from rank_pool import RankPool
+from training import CHECKPOINTING, arguments
+
+
+class Preferring(hf.Trainer):
+    """Takes its arguments in another order, as TRL's DPOTrainer does."""
+
+    def __init__(self, model=None, ref_model=None, args=None, train_dataset=None, *, beta=0.1):
+        """Of the library."""
+
+
+@dataclass
+class PreferringArguments(hf.TrainingArguments):
+    """Of the library."""
+
+    beta: float = 0.5
+    max_grad_norm: float = 0.5
+
+
+def test_a_trainer_is_made_once_and_takes_the_same_arguments():
+    made = make_l2l_trainer(Preferring)
+    assert make_l2l_trainer(Preferring) is made
+    assert (made.__name__, made.__bases__) == ("L2LPreferring", (L2LTrainerMixin, Preferring))
+    assert inspect.signature(made) == inspect.signature(Preferring)
+    assert make_l2l_trainer(made) is made
+    assert make_l2l_trainer(hf.Trainer) is make_l2l_trainer(L2LTrainer) is L2LTrainer
+    assert inspect.signature(L2LTrainer) == inspect.signature(hf.Trainer)
+
+
+def test_arguments_are_made_once_with_all_fields():
+    made = make_l2l_arguments(PreferringArguments)
+    assert make_l2l_arguments(PreferringArguments) is make_l2l_arguments(made) is made
+    assert made.__name__ == "L2LPreferringArguments"
+    own = {f.name for f in fields(L2LArgumentsMixin)}
+    assert {f.name for f in fields(made)} == {f.name for f in fields(PreferringArguments)} | own
+    assert fields(made)[0].name == "output_dir"
+    assert make_l2l_arguments(hf.TrainingArguments) is make_l2l_arguments(L2LTrainingArguments) is L2LTrainingArguments
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(L2LTrainer, hf.Trainer), (L2LTrainingArguments, hf.TrainingArguments)],
+    ids=["trainer", "args"],
+)
+def test_attributes_are_what_they_are_of_trainer(ours, theirs):
+    """Programs call static methods of the class, and a property is no method."""
+    kinds = {name: type(value) for base in reversed(theirs.__mro__[:-1]) for name, value in vars(base).items()}
+    found = {name: type(inspect.getattr_static(ours, name)) for name in kinds}
+    assert {name for name in kinds if found[name] is not kinds[name]} <= {"__doc__"}
+
+
+def test_programs_ask_the_class_for_the_optimizer(tmp_path):
+    """As overrides of `create_optimizer` do."""
+    plain, ours = (arguments(kind, tmp_path) for kind in (hf.TrainingArguments, L2LTrainingArguments))
+    assert L2LTrainer.get_optimizer_cls_and_kwargs(ours) == hf.Trainer.get_optimizer_cls_and_kwargs(plain)
+
+
+def test_activation_checkpointing_is_off_by_default(tmp_path):
+    own = [(CHECKPOINTING, bool, field(default=True)), ("other", bool, True)]
+    library = make_dataclass("Checkpointing", own, bases=(hf.TrainingArguments,))
+    assert getattr(library(str(tmp_path)), CHECKPOINTING)
+    made = make_l2l_arguments(library)
+    assert not getattr(made(str(tmp_path)), CHECKPOINTING) and made(str(tmp_path)).other
+    assert getattr(made(str(tmp_path), **{CHECKPOINTING: True}), CHECKPOINTING)
+    [args] = hf.HfArgumentParser(made).parse_args_into_dataclasses(["--output_dir", str(tmp_path)])
+    assert not getattr(args, CHECKPOINTING)
+
+
+def test_cmp_with_arguments_that_ask_for_autocast_by_default(tmp_path):
+    """As TRL's: None stands for True."""
+
+    @dataclass
+    class Automatic(hf.TrainingArguments):
+        bf16: bool | None = None
+
+        def __post_init__(self):
+            self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
+            super().__post_init__()
+
+    made = make_l2l_arguments(Automatic)
+    assert made(str(tmp_path), use_cpu=True).bf16 is True
+    assert made(str(tmp_path), use_cpu=True, cmp="bf16").bf16 is False
+    with pytest.raises(ValueError, match="leave out bf16"):
+        made(str(tmp_path), use_cpu=True, cmp="bf16", bf16=True)
+
+
+def test_the_command_line_has_the_options_of_both(tmp_path):
+    parser = hf.HfArgumentParser(make_l2l_arguments(PreferringArguments))
+    words = ["--output_dir", str(tmp_path), "--beta", "0.25", "--ubatch_size", "4", "--stash", "host"]
+    [args] = parser.parse_args_into_dataclasses(words)
+    assert (args.beta, args.ubatch_size, args.stash, args.max_grad_norm) == (0.25, 4, "host", 0.5)
+    with pytest.raises(ValueError, match="ubatch_size"):
+        make_l2l_arguments(PreferringArguments)(str(tmp_path), ubatch_size=0)
+
+
+class Further(make_l2l_arguments(PreferringArguments)):
+    """Made by a class statement, so that it is pickled by its name."""
+
+
+def test_classes_and_arguments_are_pickled(tmp_path):
+    kind = make_l2l_arguments(PreferringArguments)
+    args = kind(str(tmp_path), beta=0.3, ubatch_size=2)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        pickled = pickle.dumps((args, kind, make_l2l_trainer(Preferring)), protocol)
+        loaded, again, trainer = pickle.loads(pickled)  # noqa: S301
+        assert again is kind and trainer is make_l2l_trainer(Preferring)
+        assert type(loaded) is kind and (loaded.beta, loaded.ubatch_size) == (0.3, 2)
+    assert copy.deepcopy(args).to_dict() == args.to_dict()
+    assert pickle.loads(pickle.dumps(Further)) is Further  # noqa: S301
+
+
+def test_arguments_are_loaded_in_a_process_that_has_not_made_the_class(tmp_path):
+    """As `training_args.bin` is."""
+    torch.save(make_l2l_arguments(hf.Seq2SeqTrainingArguments)(str(tmp_path), ubatch_size=2), tmp_path / "args.bin")
+    code = (
+        f"import torch; args = torch.load({str(tmp_path / 'args.bin')!r}, weights_only=False); "
+        "assert (type(args).__name__, args.ubatch_size) == ('L2LSeq2SeqTrainingArguments', 2)"
+    )
+    pool = RankPool(1)  # whose process was forked when transformers was there, and nothing of the package
+    pool.run(exec, code)
+    pool.close()
+
+
+def test_a_mixin_after_the_trainer_is_refused():
+    with pytest.raises(ValueError, match="L2LTrainerMixin must come before Preferring"):
+        type("Mine", (Preferring, L2LTrainerMixin), {})
+    with pytest.raises(ValueError, match=r"class Mine\(L2LArgumentsMixin, PreferringArguments\)"):
+        type("Mine", (PreferringArguments, L2LArgumentsMixin), {})
+
+
+@pytest.mark.parametrize("given", [dict, hf.TrainingArguments("folder"), None, "SFTTrainer"])
+def test_what_is_no_class_of_transformers_is_refused(given):
+    for make, kind in ((make_l2l_trainer, "Trainer"), (make_l2l_arguments, "TrainingArguments")):
+        with pytest.raises(ValueError, match=f"must be transformers' {kind}"):
+            make(given)
+
+
+def test_arguments_with_a_field_of_the_same_name_are_refused():
+    @dataclass
+    class Taken(hf.TrainingArguments):
+        cmp: str | None = None
+
+    with pytest.raises(ValueError, match="with cmp"):
+        make_l2l_arguments(Taken)
+
+
+def test_a_callback_refuses_options_that_skip_steps_and_configs_of_another_kind():
+    for options in ({"cmp": "fp16"}, {"nonfinite": "skip"}):
+        with pytest.raises(ValueError, match="a step is skipped"):
+            L2LCallback(L2LConfig(**options))
+    for config in ({"stash": "host"}, "host", hf.BertConfig()):
+        with pytest.raises(ValueError, match=f"must be an L2LConfig .*{type(config).__name__}"):
+            L2LCallback(config)
