@@ -1,206 +1,335 @@
-"""A disk that fails while a checkpoint is saved: one error, nothing left of the checkpoint, and training can go on."""
+"""A checkpoint whose disk, thread or training fails while it is written: one error, nothing left of it, no thread that
+waits, and the one before is resumed from."""
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from safetensors import SafetensorError
 
-from benchmarks.kill_points import Ended, Fault, Training, end_of
-from hf_l2l.checkpoint import staging
-from hf_l2l.checkpoint.finding import checkpoints_in
-from hf_l2l.checkpoint.manifest import check_files, read_manifest
-from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, save_errors, staged
-from training import SAVING, l2l_trainer, left_in
+import left_over
+from hf_l2l.checkpoint.finding import check_whole, newest_whole
+from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, bytes_to_save
+from hf_l2l.eps import updates
+from hf_l2l.hf import checkpoints
+from saving import EACH_STEP, At, Stopped, disk_is_full, saving, steps_in, stop, trained, with_methods, write_fails
+from slow_disk import SlowDisk, assert_same_checkpoints
+from tiers import more, nightly
+from training import assert_same_run, left_in, rows, tiny_bert
 
-ERRORS = [errno.ENOSPC, errno.EIO, errno.EROFS]
-
-
-@pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training after four of six steps, with a checkpoint of another one at the sixth."""
-    folder = tmp_path_factory.mktemp("before")
-    end_of(Training("L2LTrainer", str(folder), seed=7, options={"save_steps": 6}))
-    end_of(Training("L2LTrainer", str(folder), resumes=False, stop_at=4, options={"save_total_limit": None}))
-    return folder
+DEFERRED = {**EACH_STEP, "eps_update": "deferred"}
+LATER = {**DEFERRED, "l2l_async_save": True}
 
 
 @pytest.fixture(scope="module")
-def whole(before: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    folder = tmp_path_factory.mktemp("whole")
-    shutil.copytree(before, folder, dirs_exist_ok=True)
-    return end_of(Training("L2LTrainer", str(folder)))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(tmp_path_factory.mktemp("whole"), **DEFERRED)
 
 
-def looked_at(trainer: hf.Trainer) -> tuple[list[str], int, int]:
-    """What is in the folder of a training with checkpoints that hold; the number of descriptors, and of threads that
-    are not there for as long as the process is."""
-    run = Path(trainer.args.output_dir)
-    for folder in checkpoints_in(run):
-        manifest = read_manifest(folder)
-        assert manifest is not None
-        check_files(folder, manifest)
-    of_process = ("hf_l2l", "tqdm")
-    threads = [each for each in threading.enumerate() if not each.name.startswith(of_process)]
-    return left_in(run), len(os.listdir("/proc/self/fd")), len(threads)
+def savers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hf_l2l save"]
 
 
-def last_save(calls: list[str]) -> list[int]:
-    """The numbers of the calls from where the folder is made that is written to, to where it is in its place. A folder
-    that is there may be made again: no error comes of that."""
-    made = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
-    in_place = [at for at, call in enumerate(calls, 1) if call.startswith("rename")][1]
-    assert calls[in_place].startswith("fsync")
-    of_save = range(made + 1, in_place + 2)
-    return [at for at in of_save if not (calls[at - 1].startswith("mkdir") and calls[at - 1] in calls[: at - 1])]
-
-
-def assert_told_and_survived(run: Path, fault: Fault, whole: Ended, **options: object) -> None:
-    found = end_of(Training("L2LTrainer", str(run), fault=fault, goes_on=True, options=options), looked_at)
-    assert found.killed_by is None and isinstance(found.error, CheckpointSaveError), (fault, found)
-    assert str(run / "checkpoint-6") in str(found.error) and found.error.checkpoint == run / "checkpoint-6"
-    (names, descriptors, threads), (now, descriptors_now, threads_now) = found.found
-    assert now == names == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert threads_now == threads and descriptors_now <= descriptors
-    assert found.digest == whole.digest
-    assert left_in(run) == ["checkpoint-4", "checkpoint-6"]
-
-
-@pytest.mark.parametrize("every", [200, *(pytest.param(every, marks=pytest.mark.slow) for every in (26, 1))])
-def test_an_error_of_each_call(before, whole, tmp_path, every):
-    """The checkpoint of the other training that was to be replaced is as it was."""
-    calls = last_save(whole.calls)
-    assert len(calls) > 20
-    named = ("rename", "safe_save_file") if every == 200 else ("rename", "save", "safe_save_file")
-    renames = {at for at in calls if whole.calls[at - 1].startswith(named)}
-    for number, at in enumerate(sorted({*calls[::every], *renames, calls[-1]})):
-        for error in ERRORS if every == 1 else [ERRORS[number % 3]]:
-            run = Path(shutil.copytree(before, tmp_path / f"{at}-{error}"))
-            assert_told_and_survived(run, Fault(at, error=error), whole)
-
-
-@pytest.mark.parametrize("every", [30, *(pytest.param(every, marks=pytest.mark.slow) for every in (16, 1))])
-def test_an_error_of_each_call_in_the_background(before, whole, tmp_path, every):
-    run = Path(shutil.copytree(before, tmp_path / "calls"))
-    unharmed = end_of(Training("L2LTrainer", str(run), options={"l2l_async_save": True}))
-    assert unharmed.digest == whole.digest
-    for number, at in enumerate(last_save(unharmed.calls)[::every]):
-        run = Path(shutil.copytree(before, tmp_path / str(at)))
-        assert_told_and_survived(run, Fault(at, error=ERRORS[number % 3]), whole, l2l_async_save=True)
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("size", [0, 3000, pytest.param(20_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
-def test_files_cannot_grow(before, whole, tmp_path, size, background):
-    """The system's own error in all who write: Python, `torch.save`, safetensors, and a thread in the background."""
-    first = last_save(whole.calls)[0]
-    run = Path(shutil.copytree(before, tmp_path / "run"))
-    fault = Fault(first, error=errno.EFBIG, cut=size)
-    assert_told_and_survived(run, fault, whole, l2l_async_save=background)
+def assert_resumed(folder: Path, step: int, whole: Any) -> None:
+    """The checkpoint of `step` is the newest of the folder, nothing else is left, and it is resumed from."""
+    assert newest_whole(folder) == (folder / f"checkpoint-{step}", [])
+    assert left_in(folder) == [f"checkpoint-{n}" for n in range(1, step + 1)]
+    for thread in savers():
+        thread.join(60)
+        assert not thread.is_alive()
+    assert_same_run(trained(folder, resumes=True, **DEFERRED), whole)
 
 
 def test_a_full_disk_is_known_before_the_first_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1024))
-    trainer = l2l_trainer(tmp_path, **SAVING)
-    with pytest.raises(
-        CheckpointSaveError, match=r"1.0 KiB free for .* of weights .* with save_total_limit"
-    ) as caught:
-        trainer.train()
-    assert caught.value.errno == errno.ENOSPC and caught.value.checkpoint == tmp_path / "checkpoint-2"
+    disk_is_full(monkeypatch)
+    with pytest.raises(CheckpointSaveError, match="1.0 KiB free") as told:
+        trained(tmp_path)
+    assert told.value.errno == errno.ENOSPC and told.value.checkpoint == tmp_path / "checkpoint-1"
     assert left_in(tmp_path) == []
 
 
-# ---- the parts
+def test_room_is_asked_for_what_is_saved():
+    """Of a model with adapters, these alone."""
+    model = tiny_bert(layers=2)
+    num_bytes = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    assert bytes_to_save(model, None) == num_bytes
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.requires_grad_(False).classifier.weight.requires_grad_(True)
+    model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
+    optimizer.step()
+    own = model.classifier.weight.nbytes
+    assert bytes_to_save(model, optimizer) == num_bytes + own
+    model._hf_peft_config_loaded = True  # of the adapters that transformers adds
+    assert bytes_to_save(model, optimizer) == 2 * own
 
 
-def test_a_folder_that_is_perhaps_not_on_the_disk_is_taken_back(tmp_path, monkeypatch):
-    target, calls = tmp_path / "checkpoint-2", []
-
-    def sync(folder: Path) -> None:
-        calls.append(folder)
-        if folder == tmp_path:
-            raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(staging, "sync_folder", sync)
-    target.mkdir()
-    (target / "old").write_text("")
-    with (
-        pytest.raises(CheckpointSaveError, match=f"Input/output error.* while saving {target}"),
-        staged(target) as each,
-    ):
-        each.folder.mkdir()
-        each.commit()
-    # What was there before is back: that its name is not known to be on the disk is no news.
-    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-2", "old"]
+class FaultError(Exception):
+    pass
 
 
-def test_what_is_done_is_done_once(tmp_path):
-    """A descriptor that is closed twice may be somebody else's the second time."""
-    each = Staging(tmp_path / "checkpoint-2")
-    each.folder.mkdir()
-    each.commit()
-    descriptors = os.listdir("/proc/self/fd")
-    other = os.open(tmp_path, os.O_RDONLY)
-    each.discard()
-    os.close(other)
-    assert os.listdir("/proc/self/fd") == descriptors
+def in_values(patch: pytest.MonkeyPatch, error: Exception, step: int) -> None:
+    write_fails(
+        patch, error, lambda region: f"checkpoint-{step}-" in str(region.file) and region.values.numel() > 1000
+    )
 
 
-def test_without_a_descriptor_no_folder_is_left(tmp_path, monkeypatch):
-    def fails(*args: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+def in_manifest(patch: pytest.MonkeyPatch, error: Exception, step: int) -> None:
+    write = checkpoints.write_manifest
 
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many open files"):
-        patched.setattr(os, "open", fails)
-        Staging(tmp_path / "checkpoint-2")
-    assert list(tmp_path.iterdir()) == []
+    def broken(folder: Path, at: int, *rest: Any, **options: Any) -> None:
+        if at == step:
+            raise error
+        write(folder, at, *rest, **options)
+
+    patch.setattr(checkpoints, "write_manifest", broken)
 
 
-@pytest.mark.parametrize(
-    ("error", "number"),
-    [
-        (OSError(errno.EIO, "no"), errno.EIO),
-        (SafetensorError("no"), None),
-        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), None),
-    ],
-)
-def test_whoever_writes_the_error_is_one(tmp_path, error, number):
-    with pytest.raises(CheckpointSaveError) as caught, save_errors(tmp_path / "checkpoint-2"):
-        raise error
-    assert caught.value.errno == number and caught.value.__cause__ is error
-    assert str(error) in str(caught.value) and "bytes free without the checkpoint" in str(caught.value)
-    again = copy.copy(caught.value)  # as pickle does it
-    assert str(again) == str(caught.value) and again.checkpoint == tmp_path / "checkpoint-2"
+def in_commit(patch: pytest.MonkeyPatch, error: Exception, step: int) -> None:
+    commit = Staging.commit
+
+    def broken(staging: Staging) -> None:
+        if staging.target.name == f"checkpoint-{step}":
+            raise error
+        commit(staging)
+
+    patch.setattr(Staging, "commit", broken)
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("install", "step", "error"),
     [
-        ValueError("a callback's"),
-        RuntimeError("a callback's"),
-        torch.OutOfMemoryError("the device"),
-        NotImplementedError(),
+        (in_values, 2, NO_SPACE),
+        (in_values, 4, FaultError("broken")),
+        (in_manifest, 3, FaultError("broken")),
+        (in_commit, 3, NO_SPACE),
     ],
 )
-def test_what_is_no_error_of_a_disk_stays_what_it_is(tmp_path, error):
-    with pytest.raises(type(error)) as caught, save_errors(tmp_path / "no" / "checkpoint-2"):
-        raise error
-    assert caught.value is error
+def test_an_error_in_the_background_ends_the_training_at_the_next_step_or_at_its_end(
+    tmp_path, monkeypatch, whole, install, step, error
+):
+    made, before = saving(tmp_path, **LATER), set(savers())
+    with monkeypatch.context() as patch:
+        install(patch, error, step)
+        with pytest.raises(CheckpointSaveError if error is NO_SPACE else FaultError) as told:
+            made.train()
+    assert told.value is error or told.value.errno == errno.ENOSPC
+    assert made.state.global_step in (step, min(step + 1, 4))
+    assert {thread for thread in savers() if thread.is_alive()} <= before
+    assert_resumed(tmp_path, step - 1, whole)
 
 
-def test_the_disk_that_has_failed_may_be_gone(tmp_path):
-    with (
-        pytest.raises(CheckpointSaveError, match="got .Errno 5. no, while"),
-        save_errors(tmp_path / "no" / "checkpoint-2"),
-    ):
-        raise OSError(errno.EIO, "no")
+def update_fails(patch: pytest.MonkeyPatch, made: Any, after: int) -> None:
+    """That of the first layer."""
+    carry_out, victim = updates.carry_out, made.model.bert.encoder.layer[0].output.dense.weight
+
+    def broken(part: Any, masters: Any, *rest: Any) -> None:
+        if made.state.global_step >= after and any(m.parameter is victim for m in masters):
+            raise FaultError("no update")
+        carry_out(part, masters, *rest)
+
+    patch.setattr(updates, "carry_out", broken)
+
+
+@pytest.mark.parametrize("is_slow", [True, False], ids=["a slow disk", "a fast disk"])
+def test_an_update_that_fails_leaves_no_checkpoint_of_its_step(tmp_path, monkeypatch, whole, is_slow):
+    """The one that is written meanwhile has the values from before all updates."""
+    made = saving(tmp_path, **LATER)
+    with monkeypatch.context() as patch:
+        if is_slow:
+            SlowDisk(patch)
+        update_fails(patch, made, 2)
+        with pytest.raises(FaultError) as told:
+            made.train()
+    assert "layer.0" in " ".join(told.value.__notes__) and made.state.global_step in (2, 3)
+    assert steps_in(tmp_path) in ([1], [1, 2])
+    assert_resumed(tmp_path, steps_in(tmp_path)[-1], whole)
+
+
+@pytest.mark.parametrize(
+    ("error", "has_started"),
+    [
+        *((KeyboardInterrupt, True), (RuntimeError, False)),
+        *more((KeyboardInterrupt, False), (RuntimeError, True)),
+    ],
+)
+def test_nobody_waits_for_a_thread_that_did_not_start(tmp_path, monkeypatch, error, has_started):
+    """Ctrl-C while it starts; or the system has no more threads."""
+    before, start, errors = set(savers()), threading.Thread.start, [error("can't start new thread")]
+
+    def interrupted(thread: threading.Thread) -> None:
+        fails = thread.name == "hf_l2l save" and errors
+        if not fails or has_started:
+            start(thread)
+        if fails:
+            raise errors.pop()
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    made = saving(tmp_path, **LATER)
+    with pytest.raises(error):
+        made.train()
+    assert left_in(tmp_path) == []
+    for thread in savers():
+        thread.join(60)
+    assert {thread for thread in savers() if thread.is_alive()} <= before
+    trained(tmp_path, model=made.model, **{**LATER, "max_steps": 2})
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
+
+
+def in_a_wait(patch: pytest.MonkeyPatch, made: Any) -> None:
+    """Ctrl-C while the program waits for the first checkpoint."""
+    result, interrupted = Future.result, []
+
+    def once(future: Future[Any], timeout: float | None = None) -> Any:
+        if not interrupted:
+            assert not future.done()
+            interrupted.append(future)
+            raise KeyboardInterrupt
+        return result(future, timeout)
+
+    patch.setattr(Future, "result", once)
+
+
+def at_a_step(patch: pytest.MonkeyPatch, made: Any) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    made.add_callback(At("on_step_begin", 2, interrupt))
+
+
+@pytest.mark.parametrize(("install", "last"), [(in_a_wait, 1), (at_a_step, 2)])
+def test_a_checkpoint_that_was_begun_is_finished_when_the_training_is_interrupted(
+    tmp_path, monkeypatch, whole, install, last
+):
+    """With the values of its step, which may change after that."""
+    made = saving(tmp_path / "run", **LATER)
+    with monkeypatch.context() as patch:
+        SlowDisk(patch)
+        install(patch, made)
+        with pytest.raises(KeyboardInterrupt):
+            made.train()
+    with torch.no_grad():
+        for p in made.model.parameters():
+            p.zero_()
+    of_whole = Path(whole.args.output_dir)
+    for step in range(1, last + 1):
+        shutil.copytree(of_whole / f"checkpoint-{step}", tmp_path / "expected" / f"checkpoint-{step}")
+    assert_same_checkpoints(tmp_path / "run", tmp_path / "expected")
+
+
+ENDS = """
+import sys, threading
+from pathlib import Path
+import torch
+from hf_l2l.checkpoint.background import BackgroundSave
+from hf_l2l.checkpoint.reserved import Region
+from training import l2l_trainer
+
+torch.set_num_threads(1)
+go = threading.Event()
+write = Region.write
+Region.write = lambda *args: (go.wait(60), write(*args))[1]
+made = l2l_trainer(Path(sys.argv[1]), max_steps=2, save_strategy="steps", save_steps=2, l2l_async_save=True)
+
+def interrupted(saving):
+    raise KeyboardInterrupt
+
+BackgroundSave.result = interrupted
+threading._register_atexit(go.set)
+made.train()
+"""
+
+
+@nightly
+def test_a_second_ctrl_c_does_not_throw_the_checkpoint_away(tmp_path):
+    """Waits for the disk are interrupted, and the interpreter ends while the thread still writes."""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests" / "helpers")))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "KeyboardInterrupt" in ended.stderr, ended.stderr
+    assert check_whole(tmp_path / "run" / "checkpoint-2") is not None, ended.stderr
+
+
+class _Rows(torch.utils.data.Dataset[Any]):
+    """Rows, the 12th of which ends the worker that reads it, or raises there."""
+
+    def __init__(self, kills: bool) -> None:
+        self.rows, self.kills, self.read = rows(), kills, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Any:
+        self.read += 1
+        if self.read == 12:  # of this worker
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise FaultError("no row")
+        return self.rows[number]
+
+
+@pytest.mark.parametrize("kills", [True, False])
+def test_a_worker_of_the_data_loader_that_fails_or_is_killed(kills, tmp_path, monkeypatch, whole):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # so long it waits for their end
+    children = left_over.children()
+    made = saving(tmp_path, **LATER, dataloader_num_workers=2)
+    made.train_dataset = _Rows(kills)
+    words = r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)" if kills else "no row"
+    with pytest.raises(RuntimeError if kills else FaultError, match=words) as told:
+        made.train()
+    del told
+    if steps_in(tmp_path):
+        assert_resumed(tmp_path, steps_in(tmp_path)[-1], whole)
+    else:  # it came before the first step was over
+        assert left_in(tmp_path) == []
+    assert left_over.children() <= children
+
+
+# ---- errors of the program
+
+
+def test_errors_of_the_program_in_a_save_are_its_own_and_a_folder_that_vanishes_is_one_of_the_disk(tmp_path):
+    for error in (ConnectionError("the server is away"), OSError("mine")):
+
+        def fails(trainer: Any, *args: Any, error: OSError = error, **kwargs: Any) -> None:
+            raise error
+
+        with pytest.raises(OSError) as caught:
+            with_methods(saving(tmp_path), _save=fails).train()
+        assert caught.value is error and left_in(tmp_path) == []
+
+    def vanishes(trainer: Any, output_dir: str) -> None:
+        shutil.rmtree(output_dir)
+        open(os.path.join(output_dir, "scaler.pt"), "wb").close()
+
+    with pytest.raises(CheckpointSaveError, match="No such file"):
+        with_methods(saving(tmp_path), _save_scaler=vanishes).train()
+
+
+def test_an_error_after_a_save_does_not_replace_that_of_the_training(tmp_path, caplog):
+    def refuse() -> None:
+        raise ValueError("a callback of ours failed")
+
+    made = saving(tmp_path, **{**LATER, "save_steps": 3}, callbacks=[At("on_save", 3, refuse)])
+    made.add_callback(At("on_step_begin", 3, stop))
+    made._finish_if_saved = lambda: None  # the disk takes its time
+    with pytest.raises(Stopped):
+        made.train()
+    assert "a callback of ours failed" in caplog.messages and steps_in(tmp_path) == [3]

@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_l2l.checkpoint import manifest as manifests
 from hf_l2l.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
@@ -20,6 +22,7 @@ from hf_l2l.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from tiers import times
 
 CONTENT = {
     "model.safetensors": b"weights" * 50,
@@ -29,14 +32,17 @@ CONTENT = {
 }
 
 
+def made(folder: Path, step: int = 3) -> Path:
+    for name, content in CONTENT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    write_manifest(folder, step, "a", {"stash": "host"})
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "checkpoint-3"
-    for name, content in CONTENT.items():
-        (found / name).parent.mkdir(parents=True, exist_ok=True)
-        (found / name).write_bytes(content)
-    write_manifest(found, 3, "a", {"stash": "host"})
-    return found
+    return made(tmp_path / "checkpoint-3")
 
 
 def checked(folder: Path) -> Manifest:
@@ -46,178 +52,152 @@ def checked(folder: Path) -> Manifest:
     return found
 
 
-def test_what_was_written_is_read(folder):
+def damage(folder: Path) -> DamagedCheckpointError:
+    """What is told of a folder that is not as it was."""
+    with pytest.raises(DamagedCheckpointError) as told:
+        checked(folder)
+    return told.value
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change fields of the manifest, with the SHA-256 that it has then: not every change is an accident."""
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["sha256"]
+    content |= changes
+    (folder / MANIFEST).write_text(json.dumps({**content, "sha256": manifests._of_content(content)}))
+
+
+def test_what_was_written_is_read(folder, tmp_path):
     found = checked(folder)
     assert (found.step, found.run, found.configuration) == (3, "a", {"stash": "host"})
     assert {name: digest.num_bytes for name, digest in found.files.items()} == {
         name: len(content) for name, content in CONTENT.items()
     }
-
-
-def test_a_folder_without_one(tmp_path):
     assert read_manifest(tmp_path) is None and read_manifest(tmp_path / "no") is None
+    rewrite(folder)
+    assert checked(folder) == found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "model.safetensors" else pytest.mark.slow) for n in CONTENT] + [MANIFEST]
-)
-@settings(deadline=None)
-@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_any_flipped_bit_is_noticed(name, at, bit, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("flipped") / "checkpoint-3"
-    folder.mkdir()
-    for each, content in CONTENT.items():
-        (folder / each).parent.mkdir(exist_ok=True)
-        (folder / each).write_bytes(content)
-    write_manifest(folder, 3, "a", {"stash": "host"})
+@settings(deadline=None, max_examples=times(40, 400))
+@given(st.sampled_from([*CONTENT, MANIFEST]), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
+def test_any_flipped_bit_is_noticed(tmp_path_factory, name, at, bit):
+    folder = made(tmp_path_factory.mktemp("flipped") / "checkpoint-3")
     content = bytearray((folder / name).read_bytes())
     if not content:
         return
     content[int(at * len(content))] ^= 1 << bit
     (folder / name).write_bytes(content)
+    if name != MANIFEST:
+        assert damage(folder).file == name
+        return
     try:
-        found = read_manifest(folder)
+        assert checked(folder).configuration == {"stash": "host"}  # white space at the end, say
     except DamagedCheckpointError as error:
-        assert error.file == MANIFEST == name
-        return
-    assert found is not None
-    if name == MANIFEST:  # white space at the end, say
-        check_files(folder, found)
-        assert found.step == 3 and found.configuration == {"stash": "host"}
-        return
-    with pytest.raises(DamagedCheckpointError) as caught:
-        check_files(folder, found)
-    assert caught.value.file == name
+        assert error.file == MANIFEST
 
 
-@pytest.mark.parametrize("name", list(CONTENT))
-def test_missing_and_cut_files_are_named(folder, name):
-    path = folder / name
-    content = path.read_bytes()
-    path.unlink()
-    with pytest.raises(DamagedCheckpointError, match=f"{name} is missing"):
-        checked(folder)
-    path.write_bytes(content[:-1] if content else b"x")
-    with pytest.raises(DamagedCheckpointError, match=f"{name} has [0-9]+ bytes, and had"):
-        checked(folder)
+def test_a_file_that_is_missing_cut_or_of_another_save_is_named(folder, tmp_path):
+    for name, content in CONTENT.items():
+        (folder / name).unlink()
+        assert (damage(folder).file, damage(folder).reason) == (name, "is missing")
+        (folder / name).write_bytes(content[:-1] if content else b"x")
+        assert damage(folder).file == name and "bytes" in damage(folder).reason
+        (folder / name).write_bytes(content)
+    shutil.copytree(folder, tmp_path / "other", ignore=shutil.ignore_patterns(MANIFEST))
+    (tmp_path / "other" / "optimizer.pt").write_bytes(CONTENT["optimizer.pt"][::-1])
+    write_manifest(tmp_path / "other", 4, "a", {})
+    shutil.copy(tmp_path / "other" / "optimizer.pt", folder)
+    error = damage(folder)
+    assert error.file == "optimizer.pt" and "SHA-256" in error.reason
+    again = copy.copy(error)  # as pickle does it
+    assert str(again) == str(error) and again.file == error.file, "it passes between processes"
 
 
-def test_a_file_of_another_save_is_noticed(folder, tmp_path):
-    other = tmp_path / "checkpoint-4"
-    shutil.copytree(folder, other, ignore=shutil.ignore_patterns(MANIFEST))
-    (other / "optimizer.pt").write_bytes(CONTENT["optimizer.pt"][::-1])
-    write_manifest(other, 4, "a", {})
-    shutil.copy(other / "optimizer.pt", folder / "optimizer.pt")
-    with pytest.raises(DamagedCheckpointError, match="optimizer.pt has another content"):
-        checked(folder)
-
-
-def test_a_file_that_may_be_loaded_must_be_listed(folder):
-    (folder / "notes.txt").write_text("of a callback")
+def test_a_file_that_would_be_loaded_must_be_listed(folder):
+    """Adapters, wherever they are, are for a model that has some."""
+    adapters = ["adapter_model.safetensors", "more/adapter_model.safetensors", "more/adapter_config.json"]
+    for name in ["notes.txt", *adapters]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("of a callback")
     checked(folder)
     (folder / "scheduler.pt").write_bytes(b"")
-    with pytest.raises(DamagedCheckpointError, match="scheduler.pt was not saved with it"):
-        checked(folder)
+    assert damage(folder).file == "scheduler.pt"
+    for name in ["scheduler.pt", MANIFEST, *adapters]:
+        (folder / name).unlink()
+    (folder / "adapter_config.json").write_bytes(b"{}")
+    write_manifest(folder, 3, "a", {})
+    for name in adapters:
+        (folder / name).write_text("something else")
+        assert damage(folder).file == name
+        (folder / name).unlink()
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_links_are_not_followed(folder, tmp_path, kind):
-    name = "part/config.json" if kind == "folder" else "model.safetensors"
-    moved = folder / Path(name).parts[0]
-    target = tmp_path / "elsewhere"
-    moved.rename(target)
-    moved.symlink_to(target)
-    with pytest.raises(DamagedCheckpointError, match="is no file|is in no folder"):
-        checked(folder)
+def test_links_are_neither_followed_nor_saved(folder, tmp_path):
+    for name, reason in (("model.safetensors", "is no file"), ("part", "is in no folder"), (MANIFEST, "is a link")):
+        (folder / name).rename(tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        assert damage(folder).reason.startswith(reason)
+        (folder / name).unlink()
+        (tmp_path / "elsewhere").rename(folder / name)
+    (folder / MANIFEST).unlink()
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="files and folders only"):
+        write_manifest(folder, 3, "a", {})
 
 
-def test_a_link_is_not_saved(tmp_path):
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-1" / "link").symlink_to("/etc/hostname")
-    with pytest.raises(OSError, match="has files and folders only"):
-        write_manifest(tmp_path / "checkpoint-1", 1, "a", {})
+NAMES = ["../model.safetensors", "/etc/passwd", "part/../../x", "", ".", "./x", "a//b", "a\\b", "a\0b", MANIFEST]
+ENTRIES = [[-1, "0" * 64], ["1", "0" * 64], [True, "0" * 64], [1, "0" * 63], [1], None, [1, 2]]
+NUMBERS = [float("inf"), float("nan"), None, []]
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "names that lead elsewhere": [{"files": {name: [1, "0" * 64]}} for name in NAMES],
+    "entries": [{"files": {"model.safetensors": entry}} for entry in ENTRIES],
+    "numbers": [{field: value} for field in ("step", "format", "saved_at") for value in NUMBERS],
+}
 
 
-BAD_NAMES = ["../model.safetensors", "/etc/passwd", "part/../../x", "", ".", "./x", "a//b", "a\\b", "a\0b", MANIFEST]
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_is_no_manifest_is_refused_with_its_own_digest_too(folder, what):
+    before = (folder / MANIFEST).read_bytes()
+    for change in CHANGES[what]:
+        rewrite(folder, **change)
+        assert damage(folder).file == MANIFEST, change
+        (folder / MANIFEST).write_bytes(before)
 
 
-@pytest.mark.parametrize("name", BAD_NAMES)
-def test_names_that_lead_elsewhere_are_refused(folder, name):
-    rewrite(folder, files={name: [1, "0" * 64]})
-    with pytest.raises(DamagedCheckpointError, match="is no name of a file in the folder"):
-        read_manifest(folder)
-
-
-@pytest.mark.parametrize(
-    "entry", [[-1, "0" * 64], ["1", "0" * 64], [True, "0" * 64], [1, "0" * 63], [1], None, [1, 2]]
-)
-def test_other_entries_are_refused(folder, entry):
-    rewrite(folder, files={"model.safetensors": entry})
-    with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is damaged"):
-        read_manifest(folder)
-
-
-def rewrite(folder: Path, **changes: object) -> None:
-    """Change fields of the manifest, with the SHA-256 that it has then: not every change is an accident."""
-    from hf_l2l.checkpoint.manifest import _of_content
-
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["sha256"]
-    content |= changes
-    (folder / MANIFEST).write_text(json.dumps({**content, "sha256": _of_content(content)}))
-
-
-@pytest.mark.parametrize("field", ["step", "format", "saved_at"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), None, []])
-def test_numbers_that_are_none_are_refused(folder, field, value):
-    rewrite(folder, **{field: value})
-    with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is damaged"):
-        read_manifest(folder)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\xff\xfe", '{"sha256": 1}'])
-def test_other_texts_are_refused(folder, text):
-    (folder / MANIFEST).write_text(text, encoding="latin-1")
-    with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is damaged"):
-        read_manifest(folder)
-
-
-def test_a_large_manifest_is_not_read(folder):
-    with (folder / MANIFEST).open("ab") as file:
-        os.truncate(file.fileno(), 2**25)
-    with pytest.raises(DamagedCheckpointError, match="no file of a manifest's size"):
-        read_manifest(folder)
+def test_other_texts_are_refused(folder):
+    for text in ("", "{", "[]", "null", "[" * 100_000, "\xff\xfe", '{"sha256": 1}'):
+        (folder / MANIFEST).write_text(text, encoding="latin-1")
+        assert damage(folder).file == MANIFEST
+    os.truncate(folder / MANIFEST, 2**25)
+    assert "size" in damage(folder).reason, "one that is large is not read"
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+    assert damage(folder).file == MANIFEST
 
 
 def test_a_newer_format_is_told_from_damage(folder):
     rewrite(folder, format=2)
-    with pytest.raises(
-        ValueError, match=r"format that this version .* knows \(got format 2 .*upgrade hf_l2l"
-    ) as found:
+    with pytest.raises(ValueError, match="upgrade hf_l2l") as found:
         read_manifest(folder)
     assert not isinstance(found.value, DamagedCheckpointError)
 
 
-def test_errors_pass_between_processes(folder):
-    error = DamagedCheckpointError(folder, "optimizer.pt", "is missing")
-    found = copy.copy(error)  # as pickle does it
-    assert str(found) == str(error) and found.file == "optimizer.pt"
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5)
+FILES = st.dictionaries(st.text(), JSON | st.tuples(st.integers(), st.from_regex("[0-9a-f]{64}")), max_size=3)
 
 
-@pytest.mark.parametrize(
-    "name", ["adapter_model.safetensors", "more/adapter_model.safetensors", "more/adapter_config.json"]
-)
-@pytest.mark.parametrize("has_adapters", [True, False])
-def test_adapters_that_were_added_count_for_a_model_that_has_some(folder, name, has_adapters):
-    """Trainer loads those in a folder instead of those beside it, and nobody else looks for them."""
-    if has_adapters:
-        (folder / "adapter_config.json").write_bytes(b"{}")
-        (folder / MANIFEST).unlink()
-        write_manifest(folder, 3, "a", {})
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_bytes(b"something else")
-    if has_adapters:
-        with pytest.raises(DamagedCheckpointError, match=f"{name} was not saved with it, and would be loaded"):
-            checked(folder)
+@settings(deadline=None, max_examples=times(40, 400))
+@given(st.data())
+def test_any_manifest_is_read_or_refused(tmp_path_factory, data):
+    """Any bytes, and any values with the SHA-256 that they have."""
+    folder = made(tmp_path_factory.mktemp("any") / "checkpoint-3")
+    fields = sorted(json.loads((folder / MANIFEST).read_text()).keys() - {"sha256"})
+    name = data.draw(st.sampled_from([*fields, None]))
+    if name is None:
+        (folder / MANIFEST).write_bytes(data.draw(st.binary(max_size=300) | st.text(max_size=100).map(str.encode)))
     else:
+        rewrite(folder, **{name: data.draw(FILES if name == "files" else JSON)})
+    try:
         checked(folder)
+    except ValueError as error:  # of which DamagedCheckpointError is one
+        assert "a checkpoint must be" in str(error)

@@ -1,19 +1,28 @@
-"""A folder that is whole or absent, whenever the program that writes it ends."""
+"""A folder that is whole or absent, whenever the program that writes it ends, and whatever its disk does."""
 
 from __future__ import annotations
 
+import copy
+import errno
+import multiprocessing
 import os
-import re
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
+from benchmarks import kill_points
 from hf_l2l.checkpoint import staging
 from hf_l2l.checkpoint.manifest import write_manifest
-from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, staged
-from rank_pool import RankPool
+from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, save_errors, staged
+from saving import EACH_STEP, Synced, trained
+from tiers import more
+from training import l2l_trainer, plain_trainer
 
 
 def write(folder: Path, content: str) -> None:
@@ -25,67 +34,92 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_commit_puts_it_in_place(tmp_path):
-    with staged(tmp_path / "run" / "checkpoint-2") as each:
-        write(each.folder, "new")
-        assert not (tmp_path / "run" / "checkpoint-2").exists()
-        each.commit()
-    assert (tmp_path / "run" / "checkpoint-2" / "weights").read_text() == "new"
-    assert names(tmp_path / "run") == ["checkpoint-2"]
+def test_a_commit_puts_a_folder_in_its_place(tmp_path):
+    """Another one that was there is replaced whole. Until then, nobody else can read what is written."""
+    target = tmp_path / "run" / "checkpoint-2"
+    for content in ("old", "new"):
+        with staged(target) as each:
+            write(each.folder, content)
+            assert not target.exists() or (target / "weights").read_text() == "old"
+            assert each.parent.stat().st_mode & 0o077 == 0
+            if content == "old":
+                (each.folder / "more").write_text("old")
+                write_manifest(each.folder, 2, "before", {})
+            each.commit()
+    assert names(tmp_path / "run") == ["checkpoint-2"] and names(target) == ["weights"]
+    assert (target / "weights").read_text() == "new"
 
 
-def test_another_one_is_replaced_whole(tmp_path):
+def rename_fails(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    rename = os.rename
+
+    def second_fails(source: Any, target: Any) -> None:
+        if Path(source).name == "checkpoint-2" and Path(source).parent != folder:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    patch.setattr(os, "rename", second_fails)
+
+
+def sync_fails(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Nobody knows whether the new name is on the disk."""
+
+    def sync(synced: Path) -> None:
+        if synced == folder:
+            raise OSError(errno.EIO, "Input/output error")
+
+    patch.setattr(staging, "sync_folder", sync)
+
+
+def nothing_fails(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize("fails", [nothing_fails, rename_fails, sync_fails])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=type)
+def test_an_error_leaves_what_was_there(tmp_path, monkeypatch, fails, error):
+    """While files are written, or within the commit."""
     write(tmp_path / "checkpoint-2", "old")
-    (tmp_path / "checkpoint-2" / "more").write_text("old")
-    write_manifest(tmp_path / "checkpoint-2", 2, "before", {})
-    with staged(tmp_path / "checkpoint-2") as each:
-        write(each.folder, "new")
-        each.commit()
-    assert names(tmp_path) == ["checkpoint-2"] and names(tmp_path / "checkpoint-2") == ["weights"]
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_an_error_leaves_nothing(tmp_path, error):
-    write(tmp_path / "checkpoint-2", "old")
-    with pytest.raises(type(error)), staged(tmp_path / "checkpoint-2") as each:
-        write(each.folder, "new")
-        raise error
+    with monkeypatch.context() as patch, pytest.raises((CheckpointSaveError, type(error))) as told:
+        fails(patch, tmp_path)
+        with staged(tmp_path / "checkpoint-2") as each:
+            write(each.folder, "new")
+            if fails is not nothing_fails:
+                each.commit()
+            raise error
+    assert isinstance(told.value, CheckpointSaveError) or not isinstance(error, OSError) or fails is nothing_fails
     assert names(tmp_path) == ["checkpoint-2"] and (tmp_path / "checkpoint-2" / "weights").read_text() == "old"
 
 
-def test_the_error_names_the_folder(tmp_path):
+OF_DISKS = {
+    "the system": OSError(errno.EIO, "no"),
+    "safetensors": SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
+    "torch": RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+    "the stream of torch": RuntimeError("basic_ios::clear: iostream error"),
+}
+
+
+@pytest.mark.parametrize("who", OF_DISKS)
+def test_whoever_writes_the_error_of_a_disk_is_one(tmp_path, who):
+    """The disk may be gone, too."""
+    for target in (tmp_path / "checkpoint-2", tmp_path / "no" / "checkpoint-2"):
+        with pytest.raises(CheckpointSaveError) as told, save_errors(target):
+            raise OF_DISKS[who]
+        assert told.value.errno == getattr(OF_DISKS[who], "errno", None) and told.value.__cause__ is OF_DISKS[who]
+        assert str(OF_DISKS[who]) in str(told.value) and str(target) in str(told.value)
+        again = copy.copy(told.value)  # as pickle does it
+        assert str(again) == str(told.value) and again.checkpoint == target
+
+
+def test_what_is_no_error_of_a_disk_stays_what_it_is(tmp_path):
+    ours = CheckpointSaveError(tmp_path, "told already")
     for error in (
-        OSError(28, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
-        RuntimeError("basic_ios::clear: iostream error"),
+        *(ValueError("a callback's"), RuntimeError("a callback's"), torch.OutOfMemoryError("the device")),
+        *(NotImplementedError(), ConnectionError("away"), TimeoutError(110, "timed out"), OSError("mine"), ours),
     ):
-        with pytest.raises(CheckpointSaveError, match=re.escape(str(error))) as told:
-            with staged(tmp_path / "checkpoint-2"):
-                raise error
-        assert str(tmp_path / "checkpoint-2") in str(told.value)
-    with pytest.raises(RuntimeError, match="^of the program$"), staged(tmp_path / "checkpoint-2"):
-        raise RuntimeError("of the program")
-
-
-def test_an_error_within_a_commit_puts_back_what_was_there(tmp_path, monkeypatch):
-    write(tmp_path / "checkpoint-2", "old")
-    renamed = os.rename
-
-    def second_fails(source, target):
-        if Path(source).name == "checkpoint-2" and Path(source).parent != tmp_path:
-            raise OSError(5, "Input/output error")
-        renamed(source, target)
-
-    monkeypatch.setattr(os, "rename", second_fails)
-    with pytest.raises(OSError, match="Input/output error"), staged(tmp_path / "checkpoint-2") as each:
-        write(each.folder, "new")
-        each.commit()
-    assert names(tmp_path) == ["checkpoint-2"] and (tmp_path / "checkpoint-2" / "weights").read_text() == "old"
-
-
-def test_nobody_else_can_read_what_is_written(tmp_path):
-    with staged(tmp_path / "checkpoint-2") as each:
-        assert each.parent.stat().st_mode & 0o077 == 0
+        with pytest.raises(type(error)) as told, save_errors(tmp_path / "checkpoint-2"):
+            raise error
+        assert told.value is error
 
 
 def save(run: Path, at: int) -> None:
@@ -130,17 +164,24 @@ def killed(runs: list[Path]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("before", [pytest.param(None, marks=pytest.mark.slow), "old"])
-def test_it_is_whole_or_absent_wherever_the_program_is_killed(tmp_path, before):
+@pytest.fixture(scope="module")
+def other() -> Iterator[Callable[..., Any]]:
+    """Calls a function in another process, forked from the one that those of `kill_points` are forked from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", kill_points.__name__])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        yield lambda *args: pool.submit(*args).result(120)
+
+
+@pytest.mark.parametrize("before", ["old", *more(None)])
+def test_it_is_whole_or_absent_wherever_the_program_is_killed(tmp_path, other, before):
     """At every call that changes the file system."""
     runs = [tmp_path / str(at) for at in range(1, 100)]
     for run in runs:
         run.mkdir()
         if before:
             write(run / "checkpoint-2", before)
-    pool = RankPool(1)
-    [[*statuses, ended]] = pool.run(killed, runs)
-    pool.close()
+    *statuses, ended = other(killed, runs)
     assert ended == 0, "the program never came to its end"
     assert set(statuses) == {9} and len(statuses) >= 8
     for run in runs[: len(statuses) + 1]:
@@ -150,30 +191,82 @@ def test_it_is_whole_or_absent_wherever_the_program_is_killed(tmp_path, before):
     assert found == "new"
 
 
-def test_what_another_program_is_writing_stays(tmp_path):
+def test_what_is_removed_was_left_by_a_program_that_is_gone(tmp_path, monkeypatch, other):
+    """What another one is writing stays, as do folders with other names, and what cannot be opened."""
     each = Staging(tmp_path / "checkpoint-2")
     write(each.folder, "new")
-    other = RankPool(1)
-    other.run(remove_interrupted, tmp_path)
-    other.close()
+    other(remove_interrupted, tmp_path)
     each.commit()
     assert (tmp_path / "checkpoint-2" / "weights").read_text() == "new"
-
-
-def test_folders_of_others_stay(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    kept = ["_l2l-saving-other-abcdefgh", "_l2l-saving-checkpoint-2-abc", "checkpoint-2", ".hidden"]
-    for name in kept:
+    kept = ["_l2l-saving-other-abcdefgh", "_l2l-saving-checkpoint-2-abc", "checkpoint-2", ".hidden", "elsewhere"]
+    removed = ["_l2l-saving-checkpoint-4-abcdefgh", "_l2l-removing-checkpoint-4-0123abcd"]
+    link, locked = (tmp_path / f"_l2l-saving-checkpoint-{number}-abcdefgh" for number in (3, 5))
+    for name in {*kept, *removed, locked.name} - {"checkpoint-2"}:
         (tmp_path / name).mkdir()
-    link = tmp_path / "_l2l-saving-checkpoint-3-abcdefgh"
     link.symlink_to(tmp_path / "elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "fcntl", None)  # a system without locks
+        remove_interrupted(tmp_path)
+    assert names(tmp_path) == sorted([*kept, link.name, locked.name, removed[0]])
+    opened = os.open
+
+    def refuses(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path) == locked:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuses)
     remove_interrupted(tmp_path)
     remove_interrupted(tmp_path / "no")
-    assert names(tmp_path) == sorted([*kept, "elsewhere", link.name])
+    assert names(tmp_path) == sorted([*kept, link.name, locked.name])
 
 
-def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "fcntl", None)
-    (tmp_path / "_l2l-saving-checkpoint-3-abcdefgh").mkdir()
-    remove_interrupted(tmp_path)
-    assert names(tmp_path) == ["_l2l-saving-checkpoint-3-abcdefgh"]
+def test_a_descriptor_is_closed_once(tmp_path, monkeypatch):
+    """The second time, it may be somebody else's. Without one, no folder is left."""
+    each = Staging(tmp_path / "checkpoint-2")
+    each.folder.mkdir()
+    each.commit()
+    with (tmp_path / "other").open("w") as other:
+        each.discard()
+        other.write("is open")
+
+    def fails(*args: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many open files"):
+        patched.setattr(os, "open", fails)
+        Staging(tmp_path / "checkpoint-4")
+    assert names(tmp_path) == ["checkpoint-2", "other"]
+
+
+# ---- of a training
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Files, to their last bytes, and folders; then the name is."""
+    synced = Synced(monkeypatch)
+    for background in (False, True):
+        trained(tmp_path / f"run {background}", max_steps=2, l2l_async_save=background)
+        assert synced.missing == [set(), set()] and f"run {background}" in synced.names
+        synced.missing.clear()
+
+
+@pytest.fixture
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(checkpoint: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in (checkpoint, *checkpoint.iterdir())}
+
+
+@pytest.mark.parametrize("umask", [0o027, *more(0o022, 0o077)], indirect=True, ids=oct)
+def test_a_checkpoint_has_the_modes_of_transformers_trainer(tmp_path, umask):
+    for name, make in {"plain": plain_trainer, "ours": l2l_trainer}.items():
+        trained(tmp_path / name, make, **{**EACH_STEP, "max_steps": 1})
+    ours, theirs = (modes(tmp_path / name / "checkpoint-1") for name in ("ours", "plain"))
+    own = {ours.pop(name) for name in ours.keys() - theirs.keys()}
+    assert own == {0o666 & ~umask}  # the manifest above all
+    assert ours == theirs and ours["checkpoint-1"] == 0o777 & ~umask

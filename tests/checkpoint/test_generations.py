@@ -1,0 +1,366 @@
+"""`l2l_realtime_checkpoint`: generations that are whole checkpoints of their step, and what a training does about
+them."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+from benchmarks import kill_points
+from hf_l2l.checkpoint import manifest
+from hf_l2l.checkpoint.finding import check_whole
+from hf_l2l.checkpoint.staging import CheckpointSaveError
+from hf_l2l.optim import layerwise_step
+from hf_l2l.realtime import lock, trainer_part
+from hf_l2l.realtime.lock import FolderLock
+from saving import At, Stopped, disk_is_full, saving, steps_in, stop, trained, write_fails
+from slow_disk import SlowDisk, assert_same_checkpoints
+from tiers import more
+from training import assert_same_run, plain_trainer, tiny_bert
+
+PLAIN: dict[str, Any] = {"save_strategy": "no"}
+LATER = {"eps_update": "deferred", "l2l_async_save": True}
+
+
+def realtime(folder: Path, **options: Any) -> Any:
+    """A trainer that writes generations after each step, into "now" beside its output folder."""
+    given = {"l2l_realtime_checkpoint": str(folder.parent / "now"), "l2l_realtime_every": 1}
+    return saving(folder, **{**PLAIN, **given, **options})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(tmp_path_factory.mktemp("whole"), **PLAIN)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "deferred": {"eps_update": "deferred"},
+    "serial": {"eps_update": "serial"},
+    "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
+    "bf16 copies": {"eps_update": "deferred", "cmp": "bf16", "bf16": False},
+    "state on disk": {"eps_update": "deferred", "l2l_state_tier": "disk", "l2l_state_window": 3},
+    "bf16 moments": {"eps_update": "deferred", "l2l_moment_dtype": "bf16"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["deferred", "eager", *more("serial", "bf16 copies", "state on disk", "bf16 moments")]
+)
+def test_generations_have_the_values_of_their_step(tmp_path, monkeypatch, name):
+    """On a slow disk, while later updates are made."""
+    trained(tmp_path / "saved", **MODES[name])
+    SlowDisk(monkeypatch)
+
+    def keep() -> None:
+        for each in (tmp_path / "now").glob("checkpoint-*"):
+            shutil.copytree(each, tmp_path / "kept" / each.name, dirs_exist_ok=True)
+
+    realtime(tmp_path / "run", **MODES[name], callbacks=[At("on_step_begin", None, keep)]).train()
+    keep()
+    assert len(steps_in(tmp_path / "kept")) > 1
+    for step in set(steps_in(tmp_path / "saved")) - set(steps_in(tmp_path / "kept")):
+        shutil.rmtree(tmp_path / "saved" / f"checkpoint-{step}")
+    assert_same_checkpoints(tmp_path / "kept", tmp_path / "saved")
+    assert (steps_in(tmp_path / "now"), steps_in(tmp_path / "run")) == ([4], [])
+
+
+@pytest.mark.parametrize(("stops", "saves"), [(3, 2), (2, 2)], ids=["the generation", "the other"])
+def test_an_interrupted_training_goes_on_from_the_newest_of_both_folders(tmp_path, whole, stops, saves):
+    options = {"save_strategy": "steps", "save_steps": saves, "callbacks": [At("on_step_begin", stops, stop)]}
+    with pytest.raises(Stopped):
+        realtime(tmp_path / "run", **options).train()
+    shutil.copytree(tmp_path / "now", tmp_path / "named")
+    begun: list[int] = []
+    resumed = realtime(tmp_path / "run")
+    resumed.add_callback(At("on_step_begin", None, lambda: begun.append(resumed.state.global_step)))
+    resumed.train(resume_from_checkpoint=True)
+    assert begun[0] == stops
+    assert_same_run(resumed, whole)
+    if steps_in(tmp_path / "named"):  # the folder of the generations, by the other trainer, too
+        assert_same_run(trained(tmp_path / "other", **PLAIN, resumes=tmp_path / "named"), whole)
+        generation = next((tmp_path / "named").iterdir())
+        assert_same_run(trained(tmp_path / "plain", plain_trainer, **PLAIN, resumes=generation), whole)
+        generation.rename(tmp_path / "elsewhere")
+        generation.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match="checkpoint"):
+            trained(tmp_path / "linked", **PLAIN, resumes=tmp_path / "named")
+
+
+def test_callbacks_and_the_best_model_know_nothing_of_them(tmp_path):
+    """A step that has a checkpoint needs no generation."""
+    saved: list[int] = []
+    made = realtime(
+        tmp_path / "run",
+        **{"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "l2l_realtime_every": 1},
+        **{"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
+    )
+    made.add_callback(At("on_save", None, lambda: saved.append(made.state.global_step)))
+    made.train()
+    assert saved == [2, 4] and steps_in(tmp_path / "now") == [3]
+    best = made.state.best_model_checkpoint
+    assert best is None or Path(best).parent == tmp_path / "run"
+
+
+def test_auto_begins_when_the_one_before_is_there(tmp_path, monkeypatch):
+    """With a disk that is never ready while the training runs, there is one, of the second step."""
+    SlowDisk(monkeypatch)
+    realtime(tmp_path / "run", l2l_realtime_every="auto", eps_update="deferred").train()
+    assert steps_in(tmp_path / "now") == [2]
+
+
+# ---- errors
+
+
+def stale(*_: Any, **__: Any) -> Any:
+    raise OSError(116, "Stale file handle")
+
+
+@pytest.mark.parametrize("at", ["the folder", "some values", "all values", "an older one", "gone"])
+def test_a_training_goes_on_without_one_where_that_is_asked(tmp_path, monkeypatch, caplog, whole, at):
+    """Whatever error of the system it is, without the name of a file; of several in a row, the first one is told."""
+
+    def remove() -> None:
+        for path in (tmp_path / "now").glob("_l2l-saving-*"):
+            path.rename(tmp_path / path.name)
+
+    made = realtime(tmp_path / "run", l2l_realtime_errors="warn", eps_update="deferred")
+    if at == "the folder":
+        made.args.l2l_realtime_checkpoint = "/proc/nowhere/now"
+    elif at.endswith("values"):
+        steps = ("-2-", "-3-") if at == "some values" else ("-",)
+        write_fails(
+            monkeypatch, OSError(116, "Stale"), lambda region: any(f"point{s}" in str(region.file) for s in steps)
+        )
+    elif at == "an older one":
+        monkeypatch.setattr(trainer_part, "remove", stale)
+    else:
+        made.add_callback(At("on_step_begin", None, remove))
+    hf.utils.logging.enable_propagation()
+    made.train()
+    told = {each for each in caplog.messages if "training goes on without a real-time checkpoint" in each}
+    assert len(told) == {"some values": 1, "all values": 1, "an older one": 0}.get(at, len(told))
+    assert_same_run(made, whole)
+    if at == "some values":
+        assert steps_in(tmp_path / "now") == [4]
+    if at == "all values":
+        assert steps_in(tmp_path / "now") == []
+
+
+def test_else_it_stops_with_one_sentence(tmp_path, monkeypatch):
+    made = realtime(tmp_path / "run", callbacks=[At("on_step_begin", 2, lambda: disk_is_full(monkeypatch))])
+    with pytest.raises(CheckpointSaveError, match="name a folder on another disk"):
+        made.train()
+    assert steps_in(tmp_path / "now") == [2] and check_whole(tmp_path / "now" / "checkpoint-2") is not None
+    monkeypatch.undo()
+    write_fails(monkeypatch, OSError(116, "Stale file handle"), lambda region: True)
+    with pytest.raises(CheckpointSaveError, match="Stale file handle"):
+        realtime(tmp_path / "again", l2l_realtime_checkpoint=str(tmp_path / "other")).train()
+
+
+def test_what_they_cost_is_logged_before_the_first_is_there_and_then(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(trainer_part, "write_rate", lambda folder: 1000.0)
+    hf.utils.logging.set_verbosity_info()
+    hf.utils.logging.enable_propagation()
+    realtime(tmp_path / "run", eps_update="deferred").train()
+    before, after = dict.fromkeys(each for each in caplog.messages if "a crash loses at most" in each)
+    assert "takes 1000 bytes/s" in before and "bytes/s" not in after
+    first, then = (float(re.search(r"has ([\d.]+) KiB", text)[1]) for text in (before, after))
+    assert first == pytest.approx(then, rel=0.05), "with its manifest, when it is there"
+
+
+# ---- the folder
+
+
+def test_those_of_another_training_are_refused_and_damaged_ones_stay(tmp_path, monkeypatch):
+    """Nothing of them is deleted, whatever the clock says."""
+    times = itertools.count(10_000, -1)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest.time, "time", lambda: float(next(times)))
+        realtime(tmp_path / "run").train()
+    assert steps_in(tmp_path / "now") == [4], "the newest one, though the clock goes back"
+    with pytest.raises(ValueError, match="checkpoint-4 is of another one"):
+        realtime(tmp_path / "again").train()
+    assert check_whole(tmp_path / "now" / "checkpoint-4") is not None
+    (tmp_path / "now" / "checkpoint-4" / manifest.MANIFEST).write_text("damaged")
+    (tmp_path / "now" / "checkpoint-4").rename(tmp_path / "now" / "checkpoint-99")
+    realtime(tmp_path / "again").train()
+    assert steps_in(tmp_path / "now") == [4, 99]
+
+
+def test_what_is_left_there_leads_nowhere(tmp_path, caplog):
+    """Links in the places of the lock and of what an interrupted save has left are not followed; the training goes on
+    from the whole generation, without the lock, and says so."""
+    realtime(tmp_path / "run", max_steps=2).train()
+    theirs, now = tmp_path / "theirs", tmp_path / "now"
+    theirs.mkdir()
+    (theirs / "file").write_text("of somebody else")
+    (now / "l2l_realtime.lock").symlink_to(theirs / "new")
+    for kind, tail in (("saving", "abcdefgh"), ("removing", "0123abcd")):
+        link, before, file, within = (now / f"_l2l-{kind}-checkpoint-{n}-{tail}" for n in (6, 7, 8, 9))
+        link.symlink_to(theirs)
+        for folder, name in ((before, "before"), (within, "checkpoint-9")):
+            folder.mkdir()
+            (folder / name).symlink_to(theirs)
+        file.write_text("no folder")
+    made = realtime(tmp_path / "run")
+    with caplog.at_level("WARNING", "hf_l2l"):
+        made.train(resume_from_checkpoint=True)
+    assert made.state.global_step == 4 and steps_in(now) == [4]
+    assert [path.name for path in theirs.iterdir()] == ["file"]
+    assert (theirs / "file").read_text() == "of somebody else"
+    assert "no other training is kept from" in caplog.text
+
+
+def hold(folder: Path, there: Connection) -> None:
+    """Hold the lock, in a process that is the parent of another one."""
+    held = FolderLock(folder)
+    if os.fork() == 0:
+        time.sleep(120)
+        os._exit(0)
+    there.send(held is not None)
+    time.sleep(120)
+
+
+def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path):
+    """One that was killed holds nothing, though its workers live."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", kill_points.__name__])
+    here, there = context.Pipe(duplex=False)
+    other = context.Process(target=hold, args=(tmp_path / "now", there))
+    other.start()
+    children = []
+    try:
+        assert here.poll(120) and here.recv()
+        children = Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split()
+        with pytest.raises(ValueError, match="to which another process writes"):
+            realtime(tmp_path / "run", max_steps=2).train()
+        other.kill()
+        other.join()
+        assert children
+        realtime(tmp_path / "run", max_steps=2).train()
+        assert os.listdir(tmp_path / "now") == ["checkpoint-2"]
+    finally:
+        other.kill()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+
+
+def test_two_trainings_of_one_process_are_not_one(tmp_path, monkeypatch):
+    """Nor does one hold a lock whose file was removed between its opening and the lock. After an error, others may."""
+    held = FolderLock(tmp_path / "now")
+    (tmp_path / "same").symlink_to(tmp_path / "now")
+    with pytest.raises(ValueError, match="to which this process writes"):
+        FolderLock(tmp_path / "same")
+    held.release()
+    held.release()
+    lockf, calls = lock.fcntl.lockf, []
+
+    def late(file: Any, kind: int) -> None:
+        if not calls:
+            (tmp_path / "now" / "l2l_realtime.lock").unlink()
+        calls.append(file)
+        lockf(file, kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.fcntl, "lockf", late)
+        held = FolderLock(tmp_path / "same")
+    assert len(calls) == 2 and calls[0].closed and (tmp_path / "now" / "l2l_realtime.lock").exists()
+    held.release()
+    made = realtime(tmp_path / "run")
+    made.training_step = lambda *args, **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        made.train()
+    assert list((tmp_path / "now").iterdir()) == []
+    FolderLock(tmp_path / "now").release()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "l2l_realtime_every": {"l2l_realtime_every": 0},
+    "l2l_realtime_errors": {"l2l_realtime_errors": "ignore"},
+    "needs l2l_realtime_checkpoint": {"l2l_realtime_checkpoint": None},
+    "path of a folder": {"l2l_realtime_checkpoint": 3},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "save_only_model": {"save_only_model": True},
+    "output_dir": {"l2l_realtime_checkpoint": "run"},
+    "must not have real-time checkpoints": {"push_to_hub": True, "l2l_realtime_checkpoint": "run/now"},
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_options_that_cannot_be_honoured_are_refused(tmp_path, monkeypatch, says):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        realtime(Path("run"), **REFUSED[says])
+    realtime(tmp_path / "run", l2l_realtime_checkpoint="run/now")
+
+
+# ---- updates that go on when a step has ended
+
+
+def test_a_step_ends_while_its_updates_go_on(tmp_path, monkeypatch):
+    """They are made when the saving has been begun: a save that waited for them would wait for ever."""
+    run, may_run, late = layerwise_step.Part.run, threading.Event(), []
+    made = saving(tmp_path / "later", **LATER)
+    may_run.set()
+    save, step = made._save_checkpoint, made.training_step
+
+    def slow(part: Any, *args: Any) -> None:
+        late.append(not may_run.wait(timeout=30))
+        run(part, *args)
+
+    def saved(*args: Any) -> None:
+        save(*args)
+        may_run.set()
+
+    def stepped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = step(*args, **kwargs)
+        may_run.clear()  # those of this step wait
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layerwise_step.Part, "run", slow)
+        made._save_checkpoint, made.training_step = saved, stepped
+        made.train()
+    assert late and not any(late)
+    trained(tmp_path / "at once", eps_update="deferred")
+    assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
+
+
+def test_buffers_and_state_are_those_of_the_step(tmp_path):
+    """A forward has changed buffers before the files are made, and the program has loaded other state."""
+
+    def run(folder: Path, **options: Any) -> Any:
+        def load() -> None:
+            optimizer = getattr(made.optimizer, "optimizer", made.optimizer)
+            state = optimizer.state_dict()
+            state["state"] = {n: {k: v * 0.5 for k, v in each.items()} for n, each in state["state"].items()}
+            optimizer.load_state_dict(state)
+
+        def count(module: torch.nn.Module, given: Any) -> None:
+            module.calls.add_(1)
+
+        model = tiny_bert(layers=2)
+        model.bert.embeddings.register_buffer("calls", torch.zeros(3))
+        model.bert.embeddings.register_forward_pre_hook(count)
+        made = saving(folder, model=model, eps_update="deferred", callbacks=[At("on_step_begin", 2, load)], **options)
+        made.train()
+        return made
+
+    assert_same_run(run(tmp_path / "later", l2l_async_save=True), run(tmp_path / "at once"))
+    assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
+    saved = [load_file(each / "model.safetensors") for each in sorted((tmp_path / "later").glob("checkpoint-*"))]
+    assert [each["bert.embeddings.calls"][0].item() for each in saved] == [1.0, 2.0, 3.0, 4.0]

@@ -1,0 +1,387 @@
+"""Checkpoints in a folder with what is not of this training, and those that the program changes or asks for at an odd
+moment."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+from hf_l2l import L2LTrainerMixin
+from hf_l2l.checkpoint.data_position import position_file
+from hf_l2l.checkpoint.finding import check_whole, newest_whole
+from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
+from hf_l2l.hf import checkpoints
+from runs import assert_same_tensors
+from saving import BEST, At, Stopped, assert_saved, saving, steps_in, stop, trained, with_methods
+from tiers import more
+from training import l2l_trainer, left_in, plain_trainer, tiny_bert
+
+BACKGROUND = pytest.mark.parametrize("in_background", [True, *more(False)])
+
+
+def best_of(scores: Any, **options: Any) -> dict[str, Any]:
+    """The best one is that with the highest score, of these, one for each evaluation."""
+    known = {**BEST, "metric_for_best_model": "score", "greater_is_better": True}
+    left = iter(scores)
+    return {**known, **options, "compute_metrics": lambda predictions: {"score": next(left)}}
+
+
+def second_is_best(**options: Any) -> dict[str, Any]:
+    return best_of([0.0, 2.0, *[1.0] * 100], **options)
+
+
+def falling(**options: Any) -> dict[str, Any]:
+    return best_of(range(100, 0, -1), **options)
+
+
+# ---- what is added
+
+
+@BACKGROUND
+def test_what_is_added_to_a_checkpoint_stays(tmp_path, in_background):
+    """By a callback, when it is there; by a subclass, before and after it is saved, unless it is in the place of ours,
+    or would be loaded. Weights may have names of the program."""
+
+    def save(trainer: Any, *args: Any) -> None:
+        folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        folder.mkdir(parents=True)
+        (folder / "before.txt").write_text("before")
+        (folder / "config.json").write_text("not the model's")
+        (folder / "scaler.pt").write_text("of an interrupted training")
+        super(made.__class__, trainer)._save_checkpoint(*args)
+        if not in_background:
+            (folder / "after.txt").write_text("after")
+
+    def add() -> None:
+        folder = tmp_path / "checkpoint-1" / "merged"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights of two models")
+
+    def write(trainer: Any, output_dir: str, state_dict: Any = None) -> None:
+        super(made.__class__, trainer)._save(output_dir, state_dict)
+        Path(output_dir, "model.safetensors").rename(Path(output_dir, "mine.safetensors"))
+
+    made = saving(tmp_path, max_steps=2, l2l_async_save=in_background, callbacks=[At("on_save", 1, add)])
+    own = {} if in_background else {"_save": write}
+    with_methods(made, _save_checkpoint=save, **own).train()
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert check_whole(folder) is not None and (folder / "before.txt").exists()
+        assert "model_type" in (folder / "config.json").read_text() and not (folder / "scaler.pt").exists()
+        assert (folder / "after.txt").exists() is not in_background
+    assert (tmp_path / "checkpoint-1" / "merged" / "model.safetensors").exists()
+    if in_background:
+        trained(tmp_path, resumes=True)
+
+
+def test_what_a_trainer_would_load_must_have_been_saved(tmp_path):
+    trained(tmp_path, max_steps=1)
+    for name in ("pytorch_model.bin", "model.safetensors.index.json", "scaler.pt"):
+        (tmp_path / "checkpoint-1" / name).write_bytes(b"something else")
+        with pytest.raises(DamagedCheckpointError) as told:
+            check_whole(tmp_path / "checkpoint-1")
+        assert told.value.file == name
+        (tmp_path / "checkpoint-1" / name).unlink()
+
+
+def test_transformers_uploads_nothing_that_is_not_a_checkpoint(tmp_path, monkeypatch):
+    names: set[str] = set()
+    original = checkpoints.write_manifest
+
+    def write(folder: Path, *args: Any, **kwargs: Any) -> Any:
+        names.update(left_in(folder.parent.parent))
+        return original(folder, *args, **kwargs)
+
+    (tmp_path / "checkpoint-9").mkdir()
+    trained(tmp_path, max_steps=1)
+    monkeypatch.setattr(checkpoints, "write_manifest", write)
+    trained(tmp_path, max_steps=2, resumes=True)
+    ignored = ["_*", "checkpoint-*"]  # of `Trainer._push_from_checkpoint`
+    assert {name for name in names if not any(fnmatchcase(name, each) for each in ignored)} == set()
+    assert "_interrupted-checkpoint-9" in names and any("saving" in name for name in names)
+
+
+@BACKGROUND
+def test_what_a_subclass_pushes_is_in_its_place(tmp_path, in_background):
+    pushed: list[tuple[str, bool, int]] = []
+
+    def push(trainer: Any, checkpoint_folder: str) -> None:
+        folder = Path(checkpoint_folder)
+        pushed.append((folder.name, check_whole(folder) is not None, trainer.state.global_step))
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    made = saving(tmp_path, save_steps=2, l2l_async_save=in_background)
+    with_methods(made, init_hf_repo=nothing, _finish_current_push=nothing, _push_from_checkpoint=push)
+    made.args.push_to_hub, made.push_to_hub = True, nothing
+    made.train()
+    assert pushed == [("checkpoint-2", True, 2), ("checkpoint-4", True, 4)]
+
+
+def test_the_manifest_tells_versions_and_options(tmp_path):
+    trained(tmp_path, max_steps=1, eps_update="serial", ubatch_size=4)
+    found = read_manifest(tmp_path / "checkpoint-1").configuration
+    assert {"trainer", "hf_l2l", "torch", "transformers", "accelerate"} < set(found)
+    assert {"eps_update": "serial", "ubatch_size": 4}.items() <= found["options"].items()
+
+
+# ---- several trainings in one folder
+
+
+def test_going_on_is_the_same_training_and_going_back_is_another_one(tmp_path):
+    trained(tmp_path, max_steps=2)
+    trained(tmp_path, resumes=True)
+    assert len({read_manifest(folder).run for folder in tmp_path.glob("checkpoint-*")}) == 1
+    again = saving(tmp_path, save_steps=3, max_steps=6, callbacks=[At("on_step_end", 4, stop)])
+    with pytest.raises(Stopped):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    # checkpoint-4 is of the training that was given up.
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-3", [])
+
+
+class _OutOfMemoryAt(hf.TrainerCallback):
+    """The device is, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step: int | None = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.step = None
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@BACKGROUND
+def test_each_attempt_to_find_a_batch_size_is_a_training(tmp_path, in_background):
+    """The second attempt ends before the steps whose checkpoints the first one has left."""
+    options = {"auto_find_batch_size": True, "l2l_async_save": in_background}
+    made = saving(tmp_path, **options, callbacks=[_OutOfMemoryAt(4)])
+    made.add_callback(At("on_step_end", 2, lambda: stop() if made._train_batch_size < 8 else None))
+    with pytest.raises(Stopped):
+        made.train()
+    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-1"
+
+
+def test_a_batch_size_that_is_found_late_begins_again_with_the_weights_of_the_checkpoint(tmp_path, caplog):
+    """Without one, with those that it has made, which is told."""
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    trained(tmp_path / "first", max_steps=2, auto_find_batch_size=True, callbacks=[_OutOfMemoryAt(1)])
+    assert "begins again after 1 steps" in caplog.text
+    options = {"auto_find_batch_size": True, "callbacks": [_OutOfMemoryAt(3)]}
+    made = trained(tmp_path / "found", resumes=checkpoint, **options)
+    size = made._train_batch_size
+    assert size < 8
+    given = trained(tmp_path / "given", resumes=checkpoint, per_device_train_batch_size=size)
+    assert_same_tensors(made.model.state_dict(), given.model.state_dict())
+
+
+def test_no_checkpoint_of_others_is_deleted_or_the_best_one(tmp_path):
+    trained(tmp_path / "a", plain_trainer, max_steps=1)
+    (tmp_path / "a" / "checkpoint-1").rename(tmp_path / "a" / "checkpoint-100")
+    made = trained(tmp_path / "a", save_total_limit=1, **falling())
+    assert made.state.best_model_checkpoint == str(tmp_path / "a" / "checkpoint-1")
+    assert steps_in(tmp_path / "a") == [1, 100] and made.args.save_total_limit == 1
+    made = trained(tmp_path / "a", max_steps=3, save_steps=3, **falling(load_best_model_at_end=False))
+    assert made.state.best_global_step == 1 and made.state.best_model_checkpoint is None
+
+
+# ---- the best one
+
+
+def test_what_is_deleted_at_the_end_is_in_the_folder_of_the_training(tmp_path):
+    """That of a run that was moved is found again; callbacks see the limit at the end."""
+    limits: list[Any] = []
+    old = tmp_path / "old"
+    made = saving(old, **second_is_best())
+    made.add_callback(At("on_train_end", None, lambda: limits.append((made.args.save_total_limit, steps_in(old)))))
+    made.train()
+    options = {"max_steps": 6, "save_total_limit": 1, **best_of(itertools.repeat(0.5))}
+    kept = trained(tmp_path / "new", **copy.copy(options), resumes=old / "checkpoint-4")
+    assert kept.state.best_model_checkpoint == str(old / "checkpoint-2")
+    assert steps_in(old) == [1, 2, 3, 4] and steps_in(tmp_path / "new") == []
+    moved = old.rename(tmp_path / "moved")
+    (moved / "checkpoint-4" / "model.safetensors").write_bytes(b"damaged")
+    made = saving(moved, **options)
+    made.add_callback(At("on_train_end", None, lambda: limits.append((made.args.save_total_limit, steps_in(moved)))))
+    made.train(resume_from_checkpoint=True)
+    assert made.state.best_model_checkpoint == str(moved / "checkpoint-2") and steps_in(moved) == [2]
+    assert limits == [(None, [1, 2, 3, 4]), (1, [2])]
+
+
+def test_the_weights_of_the_best_one_are_loaded_whatever_became_of_the_rest(tmp_path):
+    best = tmp_path / "checkpoint-2"
+
+    def thin() -> None:
+        (best / "optimizer.pt").unlink()
+        (best / "adapter_model").mkdir()
+        save_file({"a": torch.ones(2)}, best / "adapter_model" / "adapter_model.safetensors")
+
+    assert_saved(trained(tmp_path, **second_is_best(), callbacks=[At("on_save", 2, thin)]), best)
+    with pytest.raises(DamagedCheckpointError, match=MANIFEST) as told:
+        trained(tmp_path, resumes=best)
+    assert told.value.file == "optimizer.pt"
+    (best / MANIFEST).unlink()
+    trained(tmp_path, max_steps=3, resumes=best)
+
+
+def test_nothing_is_deleted_if_the_best_one_is_gone(tmp_path):
+    def gone(trainer: Any) -> None:
+        shutil.rmtree(trainer.state.best_model_checkpoint)
+
+    with_methods(saving(tmp_path, save_total_limit=1, **second_is_best()), _load_best_model=gone).train()
+    assert steps_in(tmp_path) == [4]
+
+
+class _TakesFolders(hf.Trainer):
+    """As those of sentence-transformers, whose function to load takes a folder alone."""
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        super()._load_from_checkpoint(checkpoint_path)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+class _Layered(L2LTrainerMixin, _TakesFolders):
+    pass
+
+
+def test_another_trainer_may_load_in_its_own_way(tmp_path):
+    made = saving(tmp_path, **second_is_best())
+    made.__class__ = _Layered
+    made.train()
+    assert_saved(made, tmp_path / "checkpoint-2")
+
+
+@BACKGROUND
+def test_callbacks_rotation_and_the_best_model_come_after_the_checkpoint(tmp_path, in_background):
+    saved: list[tuple[int, list[int], str | None]] = []
+
+    class Sees(hf.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name
+            saved.append((state.global_step, steps_in(tmp_path), best))
+            assert state.log_history[-1]["step"] == state.global_step
+
+    options = {"save_total_limit": 2, "callbacks": [Sees()], "l2l_async_save": in_background}
+    made = trained(tmp_path, **second_is_best(), **options)
+    best = "checkpoint-2"
+    assert saved == [(1, [1], "checkpoint-1"), (2, [1, 2], best), (3, [2, 3], best), (4, [2, 4], best)]
+    assert made.state.best_model_checkpoint == str(tmp_path / best)
+    assert_saved(made, tmp_path / best)
+
+
+# ---- moments
+
+
+@BACKGROUND
+def test_a_save_that_is_asked_for_while_another_one_ends_is_made(tmp_path, in_background):
+    def ask() -> None:
+        made.control.should_save = True
+
+    made = saving(tmp_path, save_steps=2, l2l_async_save=in_background, callbacks=[At("on_step_begin", 2, ask)])
+    finish = made._finish_if_saved
+
+    def finished() -> None:
+        if made._l2l_saving is not None:
+            made._l2l_saving[0]._future.result()  # the disk is fast
+        finish()
+
+    made._finish_if_saved = finished
+    made.train()
+    assert steps_in(tmp_path) == [2, 3, 4]
+
+
+def test_a_save_that_the_program_asks_for_is_in_its_place_at_once(tmp_path):
+    """Within an evaluation, too, where it swallows no callback; it knows where in the data it is."""
+    seen: list[Any] = []
+
+    def save() -> None:
+        made._save_checkpoint(made.model, None)
+        assert made.state.global_step != 2 or check_whole(tmp_path / "checkpoint-2") is not None
+
+    options = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 3}
+    made = saving(
+        tmp_path, **options, l2l_async_save=True, callbacks=[At("on_step_end", 2, save), At("on_evaluate", 3, save)]
+    )
+    made.add_callback(At("on_save", None, lambda: seen.append(made.state.global_step)))
+    made.train()
+    assert len(seen) == 3, "one of each save of step 3, and that of the end; the program's own tells nobody"
+    assert (tmp_path / "checkpoint-2" / position_file(None)).exists()
+    resumed = trained(tmp_path / "again", **options, resumes=tmp_path / "checkpoint-2")
+    assert_same_tensors(resumed.model.state_dict(), made.model.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["eager", "deferred", *more("serial")])
+def test_a_save_within_a_step_is_of_whole_steps_or_refused(tmp_path, mode):
+    whole: dict[str, torch.Tensor] = {}
+
+    def save() -> None:
+        whole.update({name: value.clone() for name, value in made.model.state_dict().items()})
+        made._save_checkpoint(made.model, None)
+
+    made = saving(tmp_path, max_steps=3, save_strategy="no", eps_update=mode, max_grad_norm=0.0)
+    made.add_callback(At("on_pre_optimizer_step", 2, save))
+    made.add_callback(At("on_optimizer_step", 1, lambda: made._save_checkpoint(made.model, None)))
+    if mode == "eager":
+        with pytest.raises(RuntimeError, match="between backward and optimizer.step"):
+            made.train()
+        assert steps_in(tmp_path) == [1]
+        return
+    made.train()
+    assert_same_tensors(load_file(tmp_path / "checkpoint-2" / "model.safetensors"), whole)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", *more("adafactor")])
+def test_hooks_of_a_step_may_read_the_model(tmp_path, optim):
+    """With "serial" updates, a hook within `step()` reads the weights while the engine does not know how it ends."""
+    averages: list[torch.Tensor] = []
+
+    def read(*_: Any) -> None:
+        averages.append(made.model.state_dict()["classifier.weight"].clone())
+        made.eps.synchronize()
+
+    def create(trainer: Any, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        found = super(made.__class__, trainer).create_optimizer(*args, **kwargs)
+        inner = getattr(found, "optimizer", found)
+        inner.register_step_post_hook(read)
+        inner.register_step_pre_hook(read)
+        return found
+
+    options = {"eps_update": "serial", "optim": optim, "save_strategy": "no", "max_steps": 2}
+    made = with_methods(saving(tmp_path, **options), create_optimizer=create)
+    made.train()
+    assert len(averages) == 4 and not averages[0].equal(averages[-1])
+    assert_same_tensors(made.model.state_dict(), trained(tmp_path, **options).model.state_dict())
+
+
+def test_a_save_takes_no_copy_of_the_weights(tmp_path):
+    """The largest tensor that exists while a checkpoint is saved, but not before, is smaller than a layer."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        num_bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in inputs:
+                self.num_bytes += out.untyped_storage().nbytes()
+            return out
+
+    made = l2l_trainer(tmp_path, max_steps=1, model=tiny_bert(width=64))
+    made.train()
+    with Largest() as found:
+        made._save_checkpoint(made.model, None)
+    assert found.num_bytes < sum(p.nbytes for p in made.model.bert.encoder.layer[0].parameters())

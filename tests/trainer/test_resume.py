@@ -1,0 +1,428 @@
+"""A training that is resumed at any step ends with the bits of the one that was never interrupted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accumulated import tiny_llama
+from budgeted import bert, plan_of, use_machine_of_8_mib
+from devices import DEVICE
+from hf_l2l import L2LTrainer
+from models import VOCAB
+from runs import assert_same_run
+from saving import At
+from tiers import ALL, more, nightly
+from training import SAVING, StopAt, l2l_trainer, plain_trainer, rows, tiny_bert, trainer
+
+pytestmark = [
+    # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*moves the weights:UserWarning"),
+    pytest.mark.filterwarnings("ignore:the master weights are torch.bfloat16:UserWarning"),
+]
+on_the_host = pytest.mark.skipif(DEVICE != "cpu", reason="the device makes no difference")
+
+STEPS = 8
+# Of the last of six batches of an epoch, rows are missing. What is timed is no part of a run.
+COUNT = 44
+RUN: dict[str, Any] = {
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "logging_steps": 1,
+    "lr_scheduler_type": "cosine",
+    "l2l_log_times": False,
+}
+TIMED = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
+
+def drawn() -> int:
+    """A number of all three generators that programs share."""
+    return int(torch.randint(1000, ()).item()) + int(np.random.randint(1000)) + random.randrange(1000)
+
+
+def changed(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with another token in a random place."""
+    ids = list(row["input_ids"])
+    ids[drawn() % len(ids)] = 5 + drawn() % (VOCAB - 5)
+    return {**row, "input_ids": ids}
+
+
+class Augmented(Dataset):  # type: ignore[type-arg]
+    """Rows that are changed at random whenever they are read; of a language model, every token is a label."""
+
+    def __init__(self, causal: bool = False) -> None:
+        self.rows = [{**row, "labels": row["input_ids"]} if causal else row for row in rows(COUNT)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return changed(self.rows[index])
+
+
+class Streamed(IterableDataset):  # type: ignore[type-arg]
+    """Rows without a length, changed at random."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (changed(row) for row in rows(COUNT))
+
+
+class MaskingCollator(hf.DefaultDataCollator):
+    """Changes a token of each batch at random."""
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        return super().__call__([changed(features[0]), *features[1:]], return_tensors)
+
+
+class Recorded:
+    """A trainer whose batches are noted."""
+
+    def __init__(self, made: hf.Trainer) -> None:
+        self.made = made
+        self.batches: list[list[list[int]]] = []
+        get_batch_samples = made.get_batch_samples
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            found = get_batch_samples(*args, **kwargs)
+            self.batches += [batch["input_ids"].tolist() for batch in found[0]]
+            return found
+
+        made.get_batch_samples = noting
+
+
+def recorded(
+    folder: Path,
+    kind: type[hf.Trainer] = L2LTrainer,
+    *,
+    data: Any = None,
+    model: Any = None,
+    collator: Any = None,
+    **options: Any,
+) -> Recorded:
+    """A trainer over random changes of rows, by default with dropout."""
+    options = {**RUN, **options}
+    if not issubclass(kind, L2LTrainer):
+        options = {name: value for name, value in options.items() if not name.startswith("l2l_")}
+    built = tiny_bert(layers=2) if model is None else model()
+    made = trainer(kind, folder, model=built, **options)
+    made.train_dataset = Augmented() if data is None else data()
+    made.data_collator = MaskingCollator() if collator is None else collator()
+    if not isinstance(built, hf.BertForSequenceClassification):
+        made.loss_is_scaled_for_ga = None  # of a language model it is; that of the classifier is a mean
+    return Recorded(made)
+
+
+def whole_run(folder: Path, **options: Any) -> Recorded:
+    whole = recorded(folder, **options)
+    whole.made.train()
+    return whole
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """`trainer_state.json` without the seconds that evaluations took, and without what the resuming was asked for."""
+    written = json.loads((checkpoint / "trainer_state.json").read_text())
+    history = [{k: str(v) for k, v in e.items() if k not in TIMED} for e in written["log_history"]]
+    without = ("best_model_checkpoint", "save_steps")
+    return {k: v for k, v in written.items() if k not in without} | {"log_history": history}
+
+
+def assert_equal_content(found: Any, expected: Any, where: str) -> None:
+    """The same keys in their order, numbers, dtypes and bits."""
+    (ours, form), (theirs, form_expected) = map(torch.utils._pytree.tree_flatten, (found, expected))
+    assert form == form_expected, where
+    for one, other in zip(ours, theirs, strict=True):
+        assert type(one) is type(other), where
+        if isinstance(other, torch.Tensor):
+            assert one.dtype == other.dtype and torch.equal(one, other), where
+        else:
+            assert np.array_equal(one, other), where
+
+
+def loaded(file: Path) -> Any:
+    """The content of one of torch's files."""
+    from transformers.trainer_pt_utils import safe_globals
+
+    with safe_globals():
+        return torch.load(file, weights_only=True)
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    """All that `expected` has is the same: weights, moments, scheduler, loss scale, generators."""
+    assert (found / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    for path in expected.iterdir():
+        if path.suffix in (".pt", ".pth"):
+            assert_equal_content(loaded(found / path.name), loaded(path), path.name)
+
+
+def assert_same_checkpoint(found: Path, expected: Path) -> None:
+    """And the state of the training, and no other file."""
+    assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in expected.iterdir())
+    assert_same_files(found, expected)
+    assert state_of(found) == state_of(expected)
+
+
+def assert_resumes_at(whole: Recorded, at: int, folder: Path, **options: Any) -> Recorded:
+    """A training that is resumed at a step of `whole`, which is over, ends as that did. The resumed one, over."""
+    source = Path(whole.made.args.output_dir)
+    again = recorded(folder, **{"save_steps": STEPS, **options})
+    drawn()  # what a program draws before it trains is something else each time
+    again.made.train(resume_from_checkpoint=str(source / f"checkpoint-{at}"))
+    assert again.made.state.global_step == STEPS
+    assert again.batches == whole.batches[len(whole.batches) - len(again.batches) :]
+    assert_same_checkpoint(folder / f"checkpoint-{STEPS}", source / f"checkpoint-{STEPS}")
+    return again
+
+
+class _OwnLoader(L2LTrainer):
+    """Has a data loader that Accelerate has not prepared."""
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=8, shuffle=True, collate_fn=self.data_collator)
+
+
+class _EpochsOfFour(hf.TrainerCallback):
+    """Ends each epoch after four steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step % 4 == 0
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
+LLAMA = {"model": partial(tiny_llama, attention_dropout=0.1), "data": partial(Augmented, causal=True)}
+CASES: dict[str, dict[str, Any]] = {
+    "streamed weights": {"ubatch_size": 3, "stash": "host"},
+    "accumulated": ACCUMULATED,
+    "merged": {**ACCUMULATED, **LLAMA},
+    "linear": {"lr_scheduler_type": "linear", "warmup_steps": 3},
+    "plateau": {
+        **{"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}},
+        **{"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
+    },
+    "logged seldom": {"logging_steps": 5, "eval_strategy": "epoch"},
+    "logged at the end of epochs": {"logging_strategy": "epoch", "gradient_accumulation_steps": 2},
+    "epochs that are cut": {
+        **{"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch"},
+        "callbacks": [_EpochsOfFour()],
+    },
+    # The first scales are so large that steps are skipped, and growth begins anew.
+    "fp16": {"cmp": "fp16", "l2l_loss_scale_init": 2.0**24, "l2l_loss_scale_interval": 2},
+    "workers": {"dataloader_num_workers": 2},
+    "rows from a stream": {"data": Streamed},
+    "rows from a stream by workers": {"data": Streamed, "dataloader_num_workers": 1},
+    "an order drawn of the program's generator": {"accelerator_config": {"use_seedable_sampler": False}},
+    "own loader": {"kind": _OwnLoader},
+    "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
+    "a model in 16 bits, masters in 32": {"model": lambda: tiny_bert(layers=2).bfloat16(), "cmp": "bf16"},
+    "a model in 16 bits": {"model": lambda: tiny_bert(layers=2).bfloat16()},
+    "saved while training goes on": {"l2l_async_save": True, "eps_update": "deferred"},
+    "bf16 moments": {"cmp": "bf16", "l2l_moment_dtype": "bf16", "l2l_grad_dtype": "16bit"},
+    "resident": {"l2l_resident": "all"},
+    "boundary": {"l2l_boundary": "host", "stash": "host", "ubatch_size": 2},
+}
+FAST = {
+    "cpu": {"merged", "epochs that are cut", "fp16", "workers", "own loader", "plateau", "eager"},
+    "sim": {"fp16", "rows from a stream"},
+}.get(DEVICE, set())
+NOT_HERE = {"cpu": {"resident", "boundary"}, "sim": {"own loader", "plateau", "linear", "logged seldom"}}.get(
+    DEVICE, set()
+)
+# One within the first epoch, its last one; and where epochs are cut. On a device, the first one.
+SOME = {"epochs that are cut": (4, 6)}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case in FAST or (ALL and case not in NOT_HERE)])
+def test_a_resumed_training_is_the_unbroken_one(tmp_path, caplog, case):
+    """With dropout, an order that is drawn, and random changes of rows and batches, in two epochs."""
+    whole = whole_run(tmp_path / "whole", **CASES[case])
+    generator = tmp_path / "whole" / "checkpoint-1" / f"rng_state_{DEVICE}.pth"
+    assert generator.is_file() is (DEVICE == "sim"), "transformers saves those of other devices"
+    if case == "fp16":
+        assert 1 < whole.made.eps.loss_scale.skipped < STEPS
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        for at in range(1, STEPS) if ALL else SOME.get(case, (5, 6) if DEVICE == "cpu" else (5,)):
+            assert_resumes_at(whole, at, tmp_path / f"at {at}", **CASES[case])
+    draws_on_the_device = DEVICE != "cpu" and case == "rows from a stream"
+    assert not draws_on_the_device or "an order of rows" not in caplog.text
+
+
+@on_the_host
+@nightly
+@pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 2}], ids=["here", "by workers"])
+def test_interrupted_after_each_step(tmp_path, options):
+    whole = whole_run(tmp_path / "whole", **options)
+    batches = []
+    for at in range(STEPS):
+        again = recorded(tmp_path / "parts", callbacks=[StopAt(at + 1)], **options)
+        if at:
+            drawn()  # another program draws something else before it trains
+        again.made.train(resume_from_checkpoint=at > 0)
+        batches += again.batches
+    assert batches == whole.batches
+    assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "whole")))
+
+
+@on_the_host
+@pytest.mark.parametrize("case", ["epochs that are cut", *more("whole epochs")])
+def test_saved_at_the_end_of_an_epoch(tmp_path, case):
+    """Or when a callback ends the training within one, of which batches are left."""
+    options = {**CASES.get(case, {}), "save_strategy": "epoch", "eval_strategy": "epoch"}
+    whole = whole_run(tmp_path / "whole", **options)
+    assert_resumes_at(whole, 6 if case == "whole epochs" else 4, tmp_path / "again", **options)
+    options = {"save_strategy": "epoch"}
+    parts = recorded(tmp_path / "parts", **options, callbacks=[StopAt(4)])
+    parts.made.train()
+    again = recorded(tmp_path / "parts", **options)
+    drawn()
+    again.made.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-4"))
+    unbroken = whole_run(tmp_path / "unbroken", **options)
+    assert parts.batches + again.batches == unbroken.batches
+    assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "unbroken")))
+
+
+@on_the_host
+def test_after_the_last_step_of_an_epoch_its_end_is_saved(tmp_path):
+    """Of four steps, the last of which has fewer batches."""
+    options = {**ACCUMULATED, "eval_strategy": "epoch"}
+    whole_run(tmp_path / "whole", **options, save_strategy="epoch")
+    recorded(tmp_path / "parts", **options, callbacks=[StopAt(4)], save_steps=4).made.train()
+    again = recorded(tmp_path / "parts", **options, save_strategy="epoch")
+    drawn()
+    again.made.train(resume_from_checkpoint=True)
+    for step in (4, STEPS):
+        assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{step}" for name in ("parts", "whole")))
+
+
+# Options under which the arithmetic is the same, so that the bits are.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"eps_update": "serial"},
+    {"eps_update": "deferred", "l2l_num_threads": 2, "stash": "host"},
+    {"eps_update": "eager", "l2l_num_threads": 1, "l2l_prefetch": False},
+    {"stash": "disk", "l2l_boundary": "host"},
+    {"l2l_state_tier": "disk", "l2l_state_window": 3, "eps_update": "deferred"},
+    {"ubatch_size": 8, "eps_update": "deferred", "stash": "host", "l2l_device_stash": 2},
+)
+
+
+@on_the_host
+@pytest.mark.parametrize(("first", "then"), [(0, 4), *more((4, 3), (1, 2), (2, 5), (3, 1), (5, 0))])
+def test_with_other_options(tmp_path, first, then):
+    same = {"max_grad_norm": 0.0}
+    whole = whole_run(tmp_path / "whole", **OTHERS[first], **same)
+    assert_resumes_at(whole, 5, tmp_path / "again", **OTHERS[then], **same)
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="of device memory")
+@nightly
+def test_with_a_budget(tmp_path, monkeypatch):
+    use_machine_of_8_mib(monkeypatch, tmp_path)
+    options = {"model": partial(bert, dropout=0.1), "device_memory_budget": "1MiB"}
+    whole = whole_run(tmp_path / "whole", **options)
+    again = assert_resumes_at(whole, 5, tmp_path / "again", **options)
+    assert plan_of(again.made).chosen == plan_of(whole.made).chosen
+
+
+# ---- the other Trainer
+
+
+def test_a_checkpoint_goes_to_the_other_trainer_and_back(tmp_path):
+    """Of a model with tied weights: names, dtypes and bits of all that both save are the same. With dropout, where the
+    device's generator is that of the host."""
+    runs, host = {}, {"use_cpu": True} if DEVICE != "cpu" else {}
+    for name, kinds in {"plain": [plain_trainer], "three": [plain_trainer, l2l_trainer, plain_trainer]}.items():
+        for number, make in enumerate(kinds, start=1):
+            model = tiny_llama(tie_word_embeddings=True, attention_dropout=0.1 if DEVICE == "cpu" else 0.0)
+            options = {**SAVING, **(host if make is plain_trainer else {}), "max_steps": 6, "save_steps": 2}
+            made = make(tmp_path / name, model=model, **options)
+            made.train_dataset = [{**row, "labels": row["input_ids"]} for row in rows()]
+            if number < len(kinds):
+                made.add_callback(StopAt(2 * number))
+            made.train(resume_from_checkpoint=number > 1)
+            runs[name] = made
+    if DEVICE == "cpu":
+        assert_same_run(runs["three"], runs["plain"])
+    for step in (2, 4, 6):  # of ours, and of theirs after ours
+        theirs, found = (tmp_path / name / f"checkpoint-{step}" for name in ("plain", "three"))
+        added = {p.name for p in found.iterdir()} - {p.name for p in theirs.iterdir()}
+        assert all(name.startswith(("l2l_", "rng_state_")) for name in added)
+        assert "lm_head.weight" not in load_file(found / "model.safetensors")
+        if DEVICE == "cpu":
+            assert_same_files(found, theirs)
+    assert runs["three"].model.lm_head.weight is runs["three"].model.model.embed_tokens.weight
+
+
+# ---- what is not the same is told
+
+
+def said_at(tmp_path: Path, caplog: Any, at: int, *, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What the warnings of a resumed training say."""
+    whole_run(tmp_path / "whole", **{"save_steps": at, "max_steps": at, **before})
+    again = recorded(tmp_path / "again", **{"save_strategy": "no", **after})
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        again.made.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
+    assert again.made.state.global_step == STEPS
+    return [
+        record.message for record in caplog.records if record.name == "hf_l2l" and record.levelno >= logging.WARNING
+    ]
+
+
+class _OwnGenerator(MaskingCollator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+
+@on_the_host
+def test_what_is_another_training_is_told(tmp_path, caplog):
+    after: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 3}
+    (said,) = said_at(tmp_path / "batches", caplog, 4, before={}, after=after)
+    assert all(f"{name} (got {value!r}, and the checkpoint has" in said for name, value in after.items())
+    plain = {"kind": hf.Trainer}
+    said = "".join(said_at(tmp_path / "plain", caplog, 4, before=plain, after={}))
+    assert "has no rng_state_data.pth: what is drawn for the rest of this epoch's batches" in said
+    assert "drawn" not in "".join(said_at(tmp_path / "an epoch is over", caplog, 6, before=plain, after={}))
+    (said,) = said_at(tmp_path / "stream", caplog, 4, before={"data": Streamed}, after={"data": Streamed})
+    assert "so does the training (torch)" in said
+
+
+@on_the_host
+def test_generators_and_workers_that_begin_anew_are_told(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # so long it waits for their end
+    options: dict[str, Any] = {"collator": _OwnGenerator}
+    (said,) = said_at(tmp_path / "collator", caplog, 4, before=options, after=options)
+    assert "begin anew (_OwnGenerator.generator)" in said
+    options["dataloader_num_workers"] = 1  # each begins an epoch with a copy of the one here
+    (said,) = said_at(tmp_path / "workers", caplog, 4, before=options, after=options)
+    assert said.startswith("the workers of the data loader make the first 4 batches of the epoch again")
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    said, *_ = said_at(tmp_path / "persistent", caplog, 7, before=options, after=options)
+    assert said.startswith("dataloader_persistent_workers=True")
+    gc.collect()
+
+
+@on_the_host
+def test_a_checkpoint_of_a_step_that_is_not_made_yet_makes_it(tmp_path, caplog):
+    """Saved between backward and step, as transformers does when a machine is about to be taken away."""
+    first = recorded(tmp_path, save_strategy="no")
+    save = At("on_pre_optimizer_step", 4, lambda: first.made._save_checkpoint(first.made.model, None))
+    first.made.add_callback(save)
+    first.made.train()
+    again = recorded(tmp_path, save_strategy="no")
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        again.made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert len(again.batches) == STEPS - 4 and "has no rng_state_data.pth" in caplog.text
