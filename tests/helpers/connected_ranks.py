@@ -56,7 +56,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     def run(number: int) -> None:
         try:
             found[number] = calls[number]()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             found[number] = error
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]

@@ -13,25 +13,31 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Each family is imported once for all ranks, which are forked from that process.
-_FAMILIES = ("albert", "bert", "deberta_v2", "electra", "gpt2", "llama", "roberta", "t5", "vit")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "transformers", "accelerate", "hf_l2l", "rank_pool", "models"]
-    + [f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES]
-)
+_CONTEXT.set_forkserver_preload(["rank_imports"])
+
+
+def _ensure_imports() -> None:
+    """Start the process from which all ranks are forked: it imports once what they need. It finds modules in no other
+    places than a new Python does, and says nothing of those that it does not find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, sys.path)))
+        forkserver.ensure_running()
 
 
 class RankDiedError(AssertionError):
@@ -93,6 +99,7 @@ class RankPool:
         if self.processes and all(process.is_alive() for process in self.processes):
             return
         self.close()
+        _ensure_imports()
         for rank in range(self.size):
             here, there = _CONTEXT.Pipe()
             process = _CONTEXT.Process(target=_serve, args=(rank, self.size, self.sim, there), daemon=True)
@@ -109,10 +116,11 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send((str(file), function, args))
 
-    def results(self) -> list[Any]:
-        """What each rank has returned; for one that has ended, or raised, RankDiedError or the text of the error."""
+    def results(self, but: Collection[int] = ()) -> list[Any]:
+        """Whether each rank has returned, and what; the text of the error of one that has raised, or has ended; None
+        for those that are not asked (`but`)."""
         found: list[Any] = [None] * self.size
-        open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in but}
         while open_pipes:
             ready = wait(list(open_pipes), self.within_s)
             if not ready:

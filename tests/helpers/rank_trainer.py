@@ -124,9 +124,15 @@ def fresh() -> None:
 
 
 def trained(
-    name: str, kind: str, folder: str, options: dict[str, Any], rows: int = 70, checkpoint: str | bool | None = None
+    name: str,
+    kind: str,
+    folder: str,
+    options: dict[str, Any],
+    rows: int = 70,
+    checkpoint: str | bool | None = None,
+    evaluates: bool = False,
 ) -> dict[str, Any]:
-    """Train, evaluate, predict; losses, norms and metrics as numbers, weights and state as digests.
+    """Train, and perhaps evaluate and predict; losses, norms and metrics as numbers, weights and state as digests.
 
     Args:
         name: the model.
@@ -135,6 +141,7 @@ def trained(
         options: training arguments.
         rows: of the data.
         checkpoint: what to resume from.
+        evaluates: whether it evaluates and predicts.
     """
     fresh()
     make, labels = MODELS[name]
@@ -167,15 +174,11 @@ def trained(
         logging.getLogger("hf_l2l").addHandler(lines)
         trainer.train(resume_from_checkpoint=checkpoint)
         logging.getLogger("hf_l2l").removeHandler(lines)
-    metrics = trainer.evaluate()
-    predictions = trainer.predict(Rows(13, labels)).predictions
     history = trainer.state.log_history
     state = trainer.optimizer.state_dict()["state"]
     found = {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "norms": [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
-        "eval_loss": metrics["eval_loss"],
-        "predictions": digest(torch.from_numpy(predictions[0] if isinstance(predictions, tuple) else predictions)),
         "weights": digest(*model.parameters()),
         "named": digest(*(p for _, p in sorted(model.named_parameters()))),
         "values": [p.detach().double().sum().item() for p in model.parameters()],
@@ -192,6 +195,10 @@ def trained(
         "wrapped": type(trainer.model_wrapped).__name__,
         "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
     }
+    if evaluates:
+        predictions = trainer.predict(Rows(13, labels)).predictions
+        predictions = predictions[0] if isinstance(predictions, tuple) else predictions
+        found |= {"eval_loss": trainer.evaluate()["eval_loss"], "predictions": digest(torch.from_numpy(predictions))}
     if kind == "l2l":
         detach_l2l(model)
     PartialState._reset_state()

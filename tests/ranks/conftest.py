@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rank_pool import RankPool
+from rank_programs import Programs
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,10 @@ def pool() -> Iterator[Callable[..., RankPool]]:
     yield of
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """For scripts that end by themselves."""
+    with Programs("rank_cases", "hf_l2l.ranks.peers") as made:
+        yield made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import queue
+import re
 import socket
 import threading
 import time
@@ -16,25 +17,25 @@ from hypothesis import strategies as st
 from torch import distributed
 
 from connected_ranks import LONG_S, TIMEOUT_S, at_once, connected, met, one_and_raw, until
+from hf_l2l import RankFailedError
 from hf_l2l.across_hosts.calls import failing_with_ranks
 from hf_l2l.ranks import counterparts, peers
 from hf_l2l.ranks.messages import BARRIER, HEARTBEAT, LANDED, LATE, MEMORY, STEP, UPDATED
-from hf_l2l.ranks.peers import OtherCallsError, Peers, RankFailedError
+from hf_l2l.ranks.peers import OtherCallsError, Peers
 from hf_l2l.ranks.watch import HEADER
 from hf_l2l.runtime.stall_log import StallLog
+from tiers import times
 
 # ---- messages
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_all_ranks_gather_what_each_has_sent(count):
+def test_all_ranks_gather_what_each_has_sent():
     def calls(rank: Peers) -> list[dict[int, bytes]]:
         return [rank.gather(BARRIER, n, f"{rank.rank}/{n}".encode(), "test") for n in range(50)]
 
-    with met(count) as ranks:
+    with met(3) as ranks:
         found = at_once(*(lambda rank=rank: calls(rank) for rank in ranks))
-    expected = [{rank: f"{rank}/{n}".encode() for rank in range(count)} for n in range(50)]
-    assert found == [expected] * count
+    assert found == [[{rank: f"{rank}/{n}".encode() for rank in range(3)} for n in range(50)]] * 3
 
 
 def test_messages_of_a_rank_are_handled_in_their_order_early_ones_first():
@@ -52,7 +53,7 @@ def test_messages_of_a_rank_are_handled_in_their_order_early_ones_first():
         for number in range(10):
             for sender in (1, 2):
                 ranks[sender].send(UPDATED, number, bytes(number))
-        until(lambda: sum(len(each) for each in ranks[0]._state.waiting.values()) == 20)
+        until(lambda: sum(len(each) for each in ranks[0].state.waiting.values()) == 20)
 
         def later() -> None:
             handles.wait(30)
@@ -69,7 +70,7 @@ def test_messages_of_a_rank_are_handled_in_their_order_early_ones_first():
 _MESSAGES = st.lists(st.tuples(st.sampled_from([BARRIER, MEMORY, UPDATED]), st.binary(max_size=20)), max_size=30)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=times(5, 25), deadline=None)
 @given(st.lists(_MESSAGES, min_size=3, max_size=3), st.integers(0, 30))
 def test_kinds_do_not_disturb_each_other(sent, handled_after):
     """Of each kind and rank, messages come complete and in order, whatever the others send."""
@@ -85,7 +86,7 @@ def test_kinds_do_not_disturb_each_other(sent, handled_after):
         at_once(*(lambda rank=rank: send(rank) for rank in ranks))
         if len(sent[0]) <= handled_after:
             ranks[0].on(UPDATED, lambda *message: found.append(message))
-        waiting = ranks[0]._state.waiting
+        waiting = ranks[0].state.waiting
         for rank in (1, 2):
             of = {kind: [(n, c) for n, (k, c) in enumerate(sent[rank]) if k == kind] for kind in (BARRIER, MEMORY)}
             until(lambda rank=rank, of=of: all(len(waiting[kind, rank]) == len(of[kind]) for kind in of))
@@ -107,7 +108,7 @@ def test_a_full_socket_does_not_stop_two_ranks_that_send_to_each_other():
 
         at_once(lambda: send(ranks[0]), lambda: send(ranks[1]))
         for rank in ranks:
-            until(lambda rank=rank: len(rank._state.waiting[UPDATED, 1 - rank.rank]) == count)
+            until(lambda rank=rank: len(rank.state.waiting[UPDATED, 1 - rank.rank]) == count)
 
 
 def test_a_rank_that_does_not_read_is_waited_for_until_it_fails():
@@ -141,12 +142,8 @@ def test_ranks_at_different_numbers_are_told():
         found = at_once(*(lambda rank=rank: rank.gather(BARRIER, rank.rank, b"", "x") for rank in ranks))
     assert any(isinstance(error, OtherCallsError) for error in found)
     for error in found:
-        text = str(error)
-        assert "all ranks must run the same forwards, backwards and steps" in text
-        assert "rank 0 is at number 0 and rank 1 at 1" in text or "rank 1 is at number 1 and rank 0 at 0" in text
-        assert text.endswith(": x); give each rank as many batches, and let no rank leave out a step") or (
-            isinstance(error, RankFailedError) and error.rank in (0, 1)
-        )
+        assert "all ranks must run the same forwards, backwards and steps" in str(error)
+        assert re.search("rank 0 is at number 0 and rank 1 at 1|rank 1 is at number 1 and rank 0 at 0", str(error))
 
 
 @pytest.mark.parametrize(("waits_for", "other"), [(STEP, LANDED), (STEP, LATE), (LATE, STEP)])

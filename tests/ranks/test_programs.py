@@ -1,15 +1,13 @@
-"""Programs of ranks that are unlike most: more threads, many tensors, other orders, a script that just ends."""
+"""What programs do with a model of several ranks: the results are those of one process that plays all ranks."""
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
+import threading
 import time
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,247 +16,356 @@ from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from torch import distributed, nn
 
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.optim import layerwise_step
-from rank_cases import Block
-from rank_pool import digest
+from hf_l2l import L2LConfig, NonFiniteError, RankFailedError, attach_l2l, detach_l2l
+from hf_l2l.eps.masters import Master
+from hf_l2l.shared_eps.remote import RemoteTask
+from rank_cases import OPTIMIZERS, Layers, Ranked, rank_here, same
+from rank_pool import RankPool, digest
 from rank_trainer import fresh
+from tiers import more
 from training import tiny_bert
 
-
-class Layers(nn.Module):
-    """Layers that a batch names, and a head. Of `Two`, the model has a weight of the first layer before its layers."""
-
-    def __init__(self, count: int, layer: Any = Block) -> None:
-        super().__init__()
-        layers = [layer() for _ in range(count)]
-        if layer is Two:
-            self.alias = layers[0].second.weight
-        self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, rows: torch.Tensor, named: list[int] | None = None) -> Any:
-        for number in range(len(self.layers)) if named is None else named:
-            rows = self.layers[number](rows)
-        return (self.head(rows),)
+SERIAL, DEFERRED = {"eps_update": "serial"}, {"eps_update": "deferred"}
 
 
-class Two(nn.Module):
-    """A layer with two weights of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows + self.second(self.first(rows).tanh())
-
-
-class Many(nn.Module):
-    """A layer with many small weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(400))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        parts = rows.split(4, dim=-1)
-        return rows + torch.cat(parts, -1) * sum(expert(parts[0]).mean() for expert in self.experts)
-
-
-KINDS = {"block": Block, "two": Two, "many": Many}
-
-
-class Program:
-    """A training of this rank, or of one process that plays all of them."""
-
-    def __init__(self, size: int, kind: str = "block", layers: int = 4, **options: Any) -> None:
-        self.numbers = [distributed.get_rank()] if distributed.is_initialized() else list(range(size))
-        self.share = 1 if distributed.is_initialized() else size
-        torch.manual_seed(0)
-        self.model = Layers(layers, KINDS[kind])
-        self.eps = attach_l2l(self.model, L2LConfig(layer_classes=(KINDS[kind].__name__,), **options))
-        self.optimizer = self.eps.wrap(torch.optim.AdamW(self.model.parameters(), lr=1e-2))
-
-    def rows(self, step: int, number: int) -> torch.Tensor:
-        return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + number))
-
-    def backward(self, step: int, named: list[int] | None = None, temperature: float | None = None) -> None:
-        for number in self.numbers:
-            with nullcontext() if number == self.numbers[-1] else self.eps.accumulate():
-                (logits,) = self.model(self.rows(step, number), named)
-                if temperature is not None:
-                    logits /= temperature
-                (logits.square().mean() / self.share).backward()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def ended(self) -> tuple[str, str]:
-        state = self.optimizer.state_dict()["state"]
-        found = digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each)))
-        detach_l2l(self.model)
-        return digest(*self.model.parameters()), found
-
-
-def trained(kind: str, layers: int, options: dict[str, Any], temperature: float | None = None) -> tuple[str, str]:
-    program = Program(2, kind, layers, **options)
+def read_after_clipping() -> Any:
+    """Every rank reads the gradients after clipping, and before the step; and drops some before the first one."""
+    run, found = Ranked(**DEFERRED), []
+    run.backward(7)
+    run.model.zero_grad()
     for step in range(3):
-        program.backward(step, temperature=temperature)
-        program.step()
-    return program.ended()
+        run.backward(step)
+        run.eps.clip_grad_norm_(0.05)
+        norms = [float(p.grad.norm()) ** 2 for p in run.model.parameters() if p.grad is not None]
+        assert sum(norms) ** 0.5 == pytest.approx(0.05, rel=1e-4)
+        found.append(run.gradients())
+        run.step()
+        run.optimizer.zero_grad()
+    return found, run.ended()
 
 
-def same(pool: Any, *given: Any, sim: bool = False) -> None:
-    """Two ranks have the bits of one process."""
-    alone = pool(1, sim=sim).run(trained, *given)[0]
-    assert pool(2, sim=sim).run(trained, *given) == [alone, alone]
+def unfreezing(what: str) -> Any:
+    """Half of the layers and the head are trained later; ranks call other layers, or have another order of them."""
+    run = Ranked("large head", **DEFERRED)
+    if what == "reversed" and run.numbers == [1]:
+        run.wrap("lamb", list(run.model.parameters())[::-1])
+    else:
+        run.wrap("adamw" if what == "called" else "lamb")
+    for step in range(5):
+        for module in (*run.model.layers[4:], run.model.head):
+            module.requires_grad_(what != "unfrozen" or step > 1)
+        for number in run.numbers:
+            (run.loss(step, number, range((8, 4)[number])) / run.share).backward()
+        run.step()
+    run.optimizer.state_dict()
+    states = [run.optimizer.state.get(p, {}) for p in run.model.parameters()]
+    state = digest(*(torch.as_tensor(each[key]) for each in states for key in sorted(each)))
+    detach_l2l(run.model)
+    return digest(*run.model.parameters()), state
 
 
-@pytest.mark.parametrize("mode", ["deferred", pytest.param("eager", marks=pytest.mark.slow)])
-def test_updates_on_two_threads_beside_the_sums(pool, mode):
-    same(pool, "block", 24, {"eps_update": mode, "num_threads": 2})
+def resized() -> Any:
+    run = Ranked(**SERIAL)
+    run.steps([0], 0.5)
+    torch.manual_seed(3)
+    run.model.resize_token_embeddings(70)
+    run.wrap()
+    run.steps([1, 2], 0.5)
+    return run.ended()
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("sim", [False, True])
-def test_a_weight_that_the_model_has_before_its_layers(pool, sim):
-    """The gradients of a layer come as one piece of memory, in the order of the layer and not of the model."""
-    same(pool, "two", 3, {"eps_update": "deferred"}, sim=sim)
+def alone_between_steps() -> Any:
+    """Rank 0 evaluates more than the others."""
+    run = Ranked(**DEFERRED)
+    for step in range(3):
+        run.steps([step], 0.5)
+        for _ in range(3 if run.rank == 0 else 0):
+            with torch.no_grad():
+                assert run.loss(50, 0).isfinite()
+    return run.ended()
 
 
-def test_a_layer_with_many_tensors(pool):
-    """What is told of their optimizer state is longer than a message."""
-    same(pool, "many", 1, {"eps_update": "deferred"})
+def overflowing(options: dict[str, Any]) -> Any:
+    """A rank has gradients that are not finite in the second step."""
+    run = Ranked(**options)
+    for step in range(3):
+        for number in run.numbers:
+            factor = float("inf") if step == 1 and number == 1 else 1.0
+            (run.loss(step, number) * factor / run.share).backward()
+        run.step(0.5)
+    assert run.eps.loss_scale is not None and run.eps.loss_scale.skipped == 1
+    return run.eps.loss_scale.value, run.ended()
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("sim", [False, True])
-def test_outputs_that_are_changed_in_place(pool, sim):
-    same(pool, "block", 2, {"eps_update": "serial"}, 2.0, sim=sim)
+def steps_of(name: str, count: int, options: dict[str, Any]) -> Any:
+    run = Ranked(name, **options)
+    run.steps(range(count))
+    return run.ended()
 
 
-def loaded_after_a_step(first: bool) -> tuple[str, str]:
+def changed_in_place() -> Any:
+    """The logits that the engine returns."""
+    run = Ranked("layers", **SERIAL)
+    for number in run.numbers:
+        (logits,) = run.model(torch.randn(4, 16, generator=torch.Generator().manual_seed(number)))
+        logits /= 2.0
+        (logits.square().mean() / run.share).backward()
+    run.step()
+    return run.ended()
+
+
+def loaded_after_a_step(first: bool) -> Any:
     """A state is loaded once more, where the ranks have shared one already."""
-    program = Program(2, eps_update="deferred")
-    saved = copy.deepcopy(program.optimizer.state_dict())
+    run = Ranked("layers", **DEFERRED)
+    saved = copy.deepcopy(run.optimizer.state_dict())
     for step in range(3):
-        program.backward(step)
-        program.step()
+        run.steps([step])
         if step == (0 if first else 1):
-            saved = copy.deepcopy(program.optimizer.state_dict())
-    program.optimizer.load_state_dict(saved)
-    program.backward(4)
-    program.step()
-    program.optimizer.load_state_dict(copy.deepcopy(program.optimizer.state_dict()))
-    return program.ended()
+            saved = copy.deepcopy(run.optimizer.state_dict())
+    run.optimizer.load_state_dict(saved)
+    run.steps([4])
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    return run.ended()
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("first", [True, False])
-def test_all_ranks_have_the_state_that_was_loaded_again(pool, first):
-    alone = pool(1).run(loaded_after_a_step, first)[0]
-    assert pool(2).run(loaded_after_a_step, first) == [alone, alone]
+def changed(what: str) -> Any:
+    """Parameters with rows that are updated by all ranks, and others, are frozen, or have another size, or lose their
+    state in between; "later" is for some that are frozen when a state of all is loaded, and trained again after it."""
+    run = Ranked("large", **DEFERRED)
+    model, eps, parameters = run.model, run.eps, list(run.model.parameters())
+    for step in range(8):
+        eps.synchronize()  # else updates that are under way write to what is changed
+        if what == "frozen":
+            for number, p in enumerate(parameters):
+                p.requires_grad_((number + step) % 3 != 0)
+        if what == "later" and step == 3:
+            state = copy.deepcopy(run.optimizer.state_dict())
+            detach_l2l(model)
+            for p in parameters[::2]:
+                p.requires_grad_(False)
+            eps = run.eps = attach_l2l(model, L2LConfig(**run.options))
+            run.wrap("adamw", parameters)
+            run.optimizer.load_state_dict(state)
+        if what == "later" and step == 5:
+            model.requires_grad_(True)
+        if what == "cleared" and step in (2, 5):
+            run.optimizer.state.clear()
+        if what == "replaced" and step == 3:
+            for state in run.optimizer.state.values():
+                state["exp_avg"] = torch.ones_like(state["exp_avg"])
+        if what == "resized" and step == 3:
+            old = model.model.embed_tokens.weight.detach().clone()
+            model.model.embed_tokens.weight.data = torch.cat([old, old[:512]])
+            run.wrap()
+        run.steps([step])
+    return run.ended()
 
 
-def order_of_items() -> tuple[list[str], bool]:
-    """The order in which gradients are expected after steps that used other layers each, and none of the first ones;
-    and whether gradients of a step that uses all waited for others."""
-    program, waited = Program(2), []
+def rows_of_steps(kind: str, cmp: str | None, size: int) -> Any:
+    """Steps before and after a state was loaded, with rows that each rank updates, if the optimizer can."""
+    run = Ranked("large", size, optimizer=kind, **DEFERRED, cmp=cmp)
+    run.steps(range(3), 0.1)
+    state = copy.deepcopy(run.optimizer.state_dict())
+    run.steps([3], 0.1)
+    run.optimizer.load_state_dict(state)
+    run.steps([4, 5], 0.1)
+    return run.ended()
 
-    def noted(keep: Any, step: int, master: Any, gradient: torch.Tensor) -> None:
-        waited.append((step, master.name))
-        keep(master, gradient)
 
+def saved_and_resumed(steps: range, before: str, after: str) -> Any:
+    """Train steps after a state dict that was saved, and save one."""
+    run = Ranked(**DEFERRED)
+    if before:
+        weights, state = torch.load(before, weights_only=True)
+        run.model.load_state_dict(weights)
+        run.optimizer.load_state_dict(state)
+    run.steps(steps, 0.5)
+    saved = run.model.state_dict(), run.optimizer.state_dict()
+    if run.rank == 0 and after:
+        torch.save(saved, after)
+    return run.ended()
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "gradients are read after clipping": (read_after_clipping, ()),
+    "layers are unfrozen": (unfreezing, ("unfrozen",)),
+    "the optimizer of a rank has another order": (unfreezing, ("reversed",)),
+    "embeddings are resized": (resized, ()),
+    "one rank evaluates alone": (alone_between_steps, ()),
+    "one rank's fp16 gradients overflow": (overflowing, ({"cmp": "fp16", "eps_update": "deferred"},)),
+    "one rank's step is skipped": (overflowing, ({"nonfinite": "skip"},)),
+    "outputs are changed in place": (changed_in_place, ()),
+    "a state is loaded after the first step": (loaded_after_a_step, (True,)),
+    "rows by AdamW, fused": (rows_of_steps, ("fused", "bf16", 2)),
+    "state is replaced": (changed, ("replaced",)),
+    "a weight gets more rows": (changed, ("resized",)),
+}
+ON_DEVICES = {
+    "ranks call other layers": (unfreezing, ("called",)),
+    "one rank's fp16 gradients overflow on devices": (overflowing, ({"cmp": "fp16", "eps_update": "deferred"},)),
+}
+MORE: dict[str, tuple[Callable[..., Any], Any]] = {
+    "ranks of one host call other layers": (unfreezing, ("called",)),
+    "a state is loaded again": (loaded_after_a_step, (False,)),
+    "rows by Adafactor": (rows_of_steps, ("adafactor", None, 2)),
+    "rows by AdamW, foreach": (rows_of_steps, ("foreach", "bf16", 2)),
+    "rows by SGD": (rows_of_steps, ("sgd", None, 2)),
+    "rows by NAdam": (rows_of_steps, ("nadam", None, 2)),
+    **{f"parameters are {what}": (changed, (what,)) for what in ("frozen", "cleared", "later")},
+}
+MORE_ON_DEVICES: dict[str, tuple[Callable[..., Any], Any]] = {
+    "gradients are read after clipping on devices": (read_after_clipping, ()),
+    "one rank evaluates alone on devices": (alone_between_steps, ()),
+}
+EVERY = {**MORE_ON_DEVICES, **PROGRAMS, **ON_DEVICES, **MORE}
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, *ON_DEVICES, *more(*MORE, *MORE_ON_DEVICES)])
+def test_ranks_return_what_one_process_does(pool, program):
+    function, args = EVERY[program]
+    same(pool, function, *args, sim=program in ON_DEVICES or program in MORE_ON_DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sim"),
+    [
+        ("two", {"eps_update": "deferred"}, True),  # gradients come in the order of a layer and not of the model
+        ("many", {"eps_update": "deferred"}, False),  # what is told of their state is longer than a message
+        ("24 layers", {"eps_update": "deferred", "num_threads": 2}, False),
+        *more(("24 layers", {"eps_update": "eager", "num_threads": 2}, False)),
+    ],
+)
+def test_unusual_layers(pool, name, options, sim):
+    same(pool, steps_of, name, 3, options, sim=sim)
+
+
+@pytest.mark.parametrize("what", ["frozen", *more("later", "cleared")])
+def test_parameters_and_state_that_a_program_changes_on_two_hosts(pool, what):
+    """What is frozen keeps its owner, which has its state."""
+    same(pool, changed, what, hosts=2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), *more((2, 2), (1, 2))])
+def test_a_training_goes_on_with_another_number_of_ranks(pool, tmp_path, before, after):
+    path = str(tmp_path / "state")
+    pool(before).run(saved_and_resumed, range(2), "", path)
+    whole = pool(1).run(saved_and_resumed, range(4), "", "")[0]
+    assert pool(after).run(saved_and_resumed, range(2, 4), path, "") == [whole] * after
+
+
+def with_penalty() -> Any:
+    """A loss that uses masters directly, in two micro-steps."""
+    run = Ranked(**DEFERRED)
+    weight = run.model.classifier.weight
+    for step in range(2):
+        for seed in (step, 10 + step):
+            run.backward(seed, lambda loss: loss + weight.square().sum())
+        run.step(0.5)
+    run.eps.synchronize()
+    found = [p.detach().double().sum().item() for p in run.model.parameters()]
+    run.ended()
+    return found
+
+
+def test_a_loss_that_uses_masters_directly(pool):
+    """Autograd adds its gradient at another time than the layers': the same to rounding."""
+    alone = pool(1).run(with_penalty)[0]
+    for found in pool(2).run(with_penalty):
+        assert found == pytest.approx(alone, rel=1e-4, abs=1e-5)
+
+
+def not_finite() -> tuple[str, int, float]:
+    """One rank is against a step, though its gradients are finite; then it has some that are not."""
+    run = Ranked(nonfinite="skip")
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.backward(0)
+    if run.rank == 1:
+        run.eps.vote.veto()  # as the Trainer does, for a loss that is not finite
+    run.step()
+    run.eps.synchronize()
+    change = max((p - old).abs().max().item() for p, old in zip(run.model.parameters(), before, strict=True))
+    skipped = run.eps.loss_scale.skipped
+    run.ended()
+    run = Ranked()
+    run.backward(0, lambda loss: loss * (float("nan") if run.rank == 1 else 1.0))
+    with pytest.raises(NonFiniteError) as error:
+        run.step()
+    run.optimizer.zero_grad()
+    run.steps([1])
+    run.ended()
+    return str(error.value), skipped, change
+
+
+def test_one_rank_is_enough_to_be_against_a_step(pool):
+    for text, skipped, change in pool(2).run(not_finite):
+        assert (skipped, change) == (1, 0.0)
+        assert "step 1" in text and "not finite" in text
+
+
+def begun_and_expected(optimizer: str) -> tuple[list[str], list[str]]:
+    """The updates that a step begins; and the gradients that are expected after steps that use other layers each."""
+    ends: list[bool] = []
+    end = Master.end_update
+
+    def noted(masters: Iterable[Master]) -> None:
+        tasks = [m.update.task for m in masters if m.update is not None]
+        ends.extend(task.done for task in tasks if isinstance(task, RemoteTask))
+        end(masters)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Master, "end_update", staticmethod(noted))
+        run = Ranked("large head", optimizer=optimizer, **DEFERRED)
+        for seed in range(2):
+            run.eps.synchronize()
+            run.steps([seed])
+        begun = [task.what for task in run.eps.updates._begun]
+        run.ended()
+    # Else the next update of them could begin before, and be taken for the one that has ended.
+    assert ends and not any(ends), "an update of another rank is over when its masters are ordinary parameters again"
+    run = Ranked("layers", rank_timeout=10.0)
     for step, named in enumerate([None, [2, 3], [0, 3], [3], [1, 2], None]):
-        gradients = program.eps.gradients
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradients, "_keep", partial(noted, gradients._keep, step))
-            program.backward(step, named)
-        program.step()
-    items = program.eps.gradients._found[0]
-    late = any(step == 5 and name.startswith("layers") for step, name in waited)
-    program.ended()
-    return [item.name for item in items.order], late
+        run.backward(step, named=named)
+        run.step()
+    order = [item.name for item in run.eps.gradients._found[0].order]
+    run.ended()
+    return begun, order
 
 
-def test_layers_that_a_step_leaves_out_keep_their_place(pool):
-    for order, late in pool(2).run(order_of_items):
+@pytest.mark.parametrize("optimizer", ["fused", "adafactor"])
+def test_rows_are_updated_by_all_ranks_if_the_optimizer_can_and_layers_keep_their_place(pool, optimizer):
+    """Rows of a head are updated after the layers, which the next forward needs first. What a step leaves out keeps
+    its place among the gradients."""
+    for rank, (begun, order) in enumerate(pool(2).run(begun_and_expected, optimizer)):
+        assert f"the update of layers.{rank}" in begun
+        last = ["the update of rows of head.weight", "the update of head.weight"]
+        assert begun[-2:] == last or (optimizer == "adafactor" and last[0] not in begun)
         assert order == [f"layers.{n}" for n in (3, 2, 1, 0)] + ["small parameters in no layer"]
-        assert not late
 
 
-def refused(what: str) -> str:
-    program = Program(2)
-    program.backward(0)
-    if what == "clipped":
-        program.eps.clip_grad_norm_(0.01)
-        with pytest.raises(RuntimeError) as error:
-            program.backward(1)
-        return str(error.value)
-    sum(p.square().sum() for p in program.model.head.parameters()).backward()
-    with pytest.raises(RuntimeError) as error:
-        program.optimizer.step()
-    return str(error.value)
+def owners_of_adapters() -> list[int]:
+    """Of those that are there when the model is attached, over a frozen model, and of those that come later."""
+    torch.manual_seed(0)
+    model = Layers(4, width=256, outputs=4200, adapters=4)
+    for module in (model.layers, model.head, model.unused):
+        module.requires_grad_(False)
+    eps = attach_l2l(model, L2LConfig(layer_classes=("Block",)))
+    optimizer = eps.wrap(OPTIMIZERS["adamw"](model.adapters.parameters()))
+    for step in range(2):
+        if step == 1:
+            model.adapters.extend(nn.Linear(256, 256, bias=False) for _ in range(4))
+            optimizer.add_param_group({"params": list(model.adapters[4:].parameters())})
+        model(torch.randn(4, 256))[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [eps.masters.of(p).owner for p in model.adapters.parameters()]
+    detach_l2l(model)
+    return found
 
 
-def test_a_backward_after_clipping_is_refused(pool):
-    texts = pool(2).run(refused, "clipped")
-    assert any("several ranks clip gradients once" in text for text in texts)
-    # Whichever rank comes to it later may hear of the other's error first.
-    assert all("clip gradients once" in text or "a backward of it has raised" in text for text in texts)
-
-
-def test_a_backward_that_adds_to_sums_of_all_ranks_is_refused(pool):
-    for text in pool(2).run(refused, "alone"):
-        assert "part of one backward with the model's" in text and "head.weight" in text
-
-
-SCRIPT = """
-import os, sys, torch
-from torch import distributed
-sys.path[:0] = {path!r}
-import test_programs
-distributed.init_process_group("gloo")
-program = test_programs.Program(2, layers=24, eps_update="deferred", num_threads=1)
-test_programs.slow_updates()
-program.backward(0)
-program.step()
-if distributed.get_rank() == 0:
-    torch.save([p.detach().clone() for p in program.model.parameters()], sys.argv[1])
-distributed.destroy_process_group()  # else its own threads may abort the process while Python ends
-"""
-
-
-def slow_updates() -> None:
-    """Each update takes some time, so that many have not begun when a script is at its end."""
-    run = layerwise_step.Part.run
-
-    def slow(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.02)
-        run(*args, **kwargs)
-
-    layerwise_step.Part.run = slow  # type: ignore[method-assign]
-
-
-def test_a_script_that_ends_makes_its_updates_first(pool, tmp_path):
-    """Else those that another rank waits for, to save the model, are never made."""
-    here, top = Path(__file__).parent, Path(__file__).parents[2]
-    script, file = tmp_path / "script.py", tmp_path / "saved.pt"
-    script.write_text(SCRIPT.format(path=[str(top), str(here), str(here.parent / "helpers")]))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = subprocess.run([*launch, script, file], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
-    assert ended.returncode == 0
-    alone = pool(1).run(one_step)[0]
-    assert digest(*torch.load(file, weights_only=True)) == alone
-
-
-def one_step() -> str:
-    program = Program(2, layers=24, eps_update="deferred")
-    program.backward(0)
-    program.step()
-    return program.ended()[0]
+def test_work_is_shared_among_what_is_trained(pool):
+    """Frozen parameters, which have owners, too, are no work."""
+    for owners in pool(2).run(owners_of_adapters):
+        assert sorted(owners[:4]) == sorted(owners[4:]) == [0, 0, 1, 1]
 
 
 def under_accelerate(engine: bool, alone: bool) -> dict[str, Any]:
@@ -288,16 +395,73 @@ def under_accelerate(engine: bool, alone: bool) -> dict[str, Any]:
 
 
 def test_batches_that_ranks_accumulate_under_accelerate(pool):
+    """A step of a rank alone is refused, as LocalSGD makes it."""
     ours, theirs = pool(2).run(under_accelerate, True, False), pool(2).run(under_accelerate, False, False)
     for mine, plain in zip(ours, theirs, strict=True):
         assert mine["error"] == ""
         torch.testing.assert_close(mine["weights"], plain["weights"])
+    assert all("leave out LocalSGD" in found["error"] for found in pool(2).run(under_accelerate, True, True))
 
 
-def test_a_step_of_a_rank_alone_is_refused(pool):
-    """As LocalSGD makes it: each rank has weights of its own until it averages them."""
-    plain = pool(2).run(under_accelerate, False, True)
-    assert not torch.equal(plain[0]["weights"][0], plain[1]["weights"][0])
-    for found in pool(2).run(under_accelerate, True, True):
-        assert found["error"].startswith("ranks under L2L have one set of weights, which they update together (got")
-        assert "leave out LocalSGD" in found["error"]
+class Failing(torch.optim.AdamW):
+    """Raises in the second rank, once it is told to: in an update, not in the program's own call of `step`."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails and rank_here() == 1 and threading.current_thread() is not threading.main_thread():
+            raise ValueError("no such step")
+        return super().step(closure)
+
+
+def goes_on_after_a_failed_update() -> str:
+    """The error that the program gets."""
+    run = Ranked("layers", **DEFERRED, rank_timeout=3)
+    run.optimizer = run.eps.wrap(Failing(run.model.parameters(), lr=1e-2))
+    with warnings.catch_warnings(), pytest.raises((ValueError, RankFailedError)) as caught:
+        warnings.simplefilter("ignore")
+        for step in range(4):
+            Failing.fails = step >= 2
+            run.steps([step])
+    time.sleep(2)  # as a program that saves what it has; ranks that wait for another one are ended earlier
+    kind = type(caught.value).__name__
+    del caught
+    detach_l2l(run.model)
+    return kind
+
+
+def test_a_rank_whose_update_has_failed_handles_the_error():
+    """It is not ended as one that waits for another rank."""
+    pool = RankPool(2, within_s=60)
+    assert pool.run(goes_on_after_a_failed_update) == ["RankFailedError", "ValueError"]
+    pool.close()
+
+
+SCRIPT = """
+import time
+import torch
+from torch import distributed
+from hf_l2l.optim import layerwise_step
+from rank_cases import Ranked
+
+run_part = layerwise_step.Part.run
+def slow(*args, **kwargs):  # so that many updates have not begun when the script is at its end
+    time.sleep(0.02)
+    run_part(*args, **kwargs)
+layerwise_step.Part.run = slow
+distributed.init_process_group("gloo", init_method="file://" + FILE, rank=NUMBER, world_size=2)
+run = Ranked("24 layers", eps_update="deferred", num_threads=1)
+run.steps([0])
+if NUMBER == 0:
+    torch.save([p.detach().clone() for p in run.model.parameters()], FILE + ".saved")
+distributed.destroy_process_group()  # else its own threads may abort the process while Python ends
+"""
+
+
+def test_a_script_that_ends_makes_its_updates_first(pool, programs, tmp_path):
+    """Else those that another rank waits for, to save the model, are never made."""
+    file = str(tmp_path / "store")
+    ranks = [programs.start(f"FILE, NUMBER = {file!r}, {number}\n{SCRIPT}") for number in range(2)]
+    assert [rank.ended(60) for rank in ranks] == [(0, "", "")] * 2
+    alone = pool(1).run(steps_of, "24 layers", 1, DEFERRED)[0][0]
+    assert digest(*torch.load(f"{file}.saved", weights_only=True)) == alone

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import os
 import select
 import socket
 import stat
-import threading
 import time
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import distributed
 
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from connected_ranks import at_once, connected
+from hf_l2l import RankFailedError, detach_l2l
 from hf_l2l.ranks import meeting, shared_pages
 from hf_l2l.ranks import team as teams
-from hf_l2l.ranks.peers import Peers, RankFailedError
+from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.shared_pages import SharedPages, check_file, new_file
 from hf_l2l.ranks.team import Team
 from left_over import own_threads, shared_memory
-from models import batch_for, bert
-from rank_pool import digest
+from models import batch_for
+from rank_cases import Ranked, mapped, state_digest
+from tiers import more
 
 SIZE = 3 * mmap.PAGESIZE
-
-
-def mapped() -> int:
-    """Maps of this process of memory that ranks share."""
-    return Path("/proc/self/maps").read_text().count("memfd:hf_l2l")
 
 
 def opened() -> list[str]:
@@ -111,58 +106,40 @@ def test_memory_that_could_get_smaller_is_refused(made):
 
 def teams_of(count: int, timeout_s: float = 60.0) -> list[Team]:
     """Teams that have met, without a process group."""
-    messages: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(count)}
-    files: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(count)}
-    for a in range(count):
-        for b in range(a + 1, count):
-            messages[a][b], messages[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            if a == 0:
-                files[a][b], files[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    messages, of_all = connected(count), connected(count)
+    files = {0: of_all[0], **{rank: {0: of_all[rank][0]} for rank in range(1, count)}}
+    for a, b in itertools.permutations(range(1, count), 2):
+        of_all[a][b].close()
     return [Team(Peers(r, messages[r], timeout_s, files[r].values()), files[r]) for r in range(count)]
 
 
-def at_once(calls: list[Any]) -> list[Any]:
-    found: list[Any] = [None] * len(calls)
-
-    def run(number: int) -> None:
-        try:
-            found[number] = calls[number]()
-        except (RuntimeError, ValueError) as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return found
-
-
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [3, *more(2)])
 def test_a_team_shares_memory_and_leaves_nothing(count):
     before = opened(), mapped()
     with ExitStack() as stack:
         ranks = [stack.enter_context(closing(each)) for each in teams_of(count)]
-        pages = at_once([lambda each=each: each.share(100, "a test") for each in ranks])
+        pages = at_once(*(lambda each=each: each.share(100, "a test") for each in ranks))
         pages[count - 1].bytes_at(0, 100).fill_(3)
         assert all(each.bytes_at(0, 100).eq(3).all() for each in pages)
         for _ in range(2):
             for each in ranks:
                 each.counts += each.rank + 1
-            at_once([lambda each=each: each.come_to_step("test", 0) for each in ranks])
+            at_once(*(lambda each=each: each.come_to_step("test", 0) for each in ranks))
         assert [(each.counts, each.counted) for each in ranks] == [(0, count * (count + 1))] * count
     del pages
     assert (opened(), mapped()) == before
 
 
-@pytest.mark.parametrize("length", [0, 1, 2**14, 100_000])
+@pytest.mark.parametrize("length", [1, 2**14, 100_000])
 def test_texts_of_any_length_are_told_whole(length):
     teams = teams_of(3)
     try:
         for texts in (["x" * length, "", "short"], ["a" * length, "\N{SNOWMAN}" * length, "-"]):
             told = at_once(
-                [lambda team=team, text=text: team.tell(text, "test") for team, text in zip(teams, texts, strict=True)]
+                *(
+                    lambda team=team, text=text: team.tell(text, "test")
+                    for team, text in zip(teams, texts, strict=True)
+                )
             )
             assert told == [texts] * 3
     finally:
@@ -173,15 +150,13 @@ def test_texts_of_any_length_are_told_whole(length):
 def test_other_arguments_are_refused_in_all_ranks():
     ranks = teams_of(3)
     try:
-        found = at_once([lambda each=each: each.share(100 + each.rank // 2, "a test") for each in ranks])
+        found = at_once(*(lambda each=each: each.share(100 + each.rank // 2, "a test") for each in ranks))
     finally:
         for each in ranks:
             each.close()
     for error in found:
-        assert str(error).startswith("all ranks must attach the same model with the same options (got 10")
-        assert "100 bytes for a test" in str(error) and "101 bytes for a test on rank" in str(error).replace(
-            "101 bytes for a test, ", "101 bytes for a test on rank"
-        )
+        assert "must attach the same model" in str(error)
+        assert "100 bytes for a test" in str(error) and "101 bytes for a test" in str(error)
 
 
 def test_memory_that_another_rank_sends_unsealed_is_refused(monkeypatch):
@@ -189,7 +164,7 @@ def test_memory_that_another_rank_sends_unsealed_is_refused(monkeypatch):
     monkeypatch.setattr(teams, "new_file", unsealed)
     before = opened()
     try:
-        found = at_once([lambda each=each: each.share(100, "a test") for each in ranks])
+        found = at_once(*(lambda each=each: each.share(100, "a test") for each in ranks))
         assert isinstance(found[1], ValueError) and "shared memory must be sealed" in str(found[1])
         assert opened() == before
     finally:
@@ -207,7 +182,7 @@ def test_a_rank_that_fails_before_it_has_sent_memory_is_not_waited_for(monkeypat
 
     monkeypatch.setattr(teams, "new_file", fails)
     try:
-        found = at_once([lambda each=each: each.share(100, "a test") for each in ranks])
+        found = at_once(*(lambda each=each: each.share(100, "a test") for each in ranks))
     finally:
         for each in ranks:
             each.close()
@@ -245,22 +220,6 @@ def test_processes_of_other_users_are_left_out():
         assert os.waitpid(child, 0)[1] == 0  # its connection has been closed
 
 
-def alone_at_the_meeting() -> str:
-    """The second rank never attaches the model."""
-    if distributed.get_rank() == 1:
-        return "elsewhere"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "MEETS_WITHIN_S", 0.5)
-        with pytest.raises(RuntimeError) as error:
-            attach_l2l(bert(), L2LConfig())
-    return str(error.value)
-
-
-def test_a_rank_that_does_not_come_is_told(pool):
-    first, second = pool(2).run(alone_at_the_meeting)
-    assert "all ranks attach the model within 0.5 seconds" in first and second == "elsewhere"
-
-
 def test_a_rank_of_another_user_is_told(monkeypatch):
     address = f"\0hf_l2l-test-{os.getpid()}"
     monkeypatch.setattr(meeting, "_user_of", lambda to: 65534)
@@ -286,14 +245,11 @@ def nothing() -> dict[str, Any]:
 def attached_again_and_again(times: int) -> list[dict[str, Any]]:
     found = [nothing()]
     for number in range(times):
-        model = bert()
-        eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
-        optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-        model(**batch_for(model, seed=distributed.get_rank())).loss.backward()
-        optimizer.step()
+        run = Ranked(eps_update="deferred")
+        run.steps([0])
         assert mapped() > 3
-        detach_l2l(model)
-        del model, eps, optimizer
+        run.ended()
+        del run
         if number in (0, times - 1):
             found.append(nothing())
     return found
@@ -301,7 +257,7 @@ def attached_again_and_again(times: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("sim", "times"),
-    [(True, 3), pytest.param(False, 20, marks=pytest.mark.slow), pytest.param(True, 20, marks=pytest.mark.slow)],
+    [(True, 3), *more((False, 20), (True, 20))],
 )
 def test_attaching_again_and_again_leaves_nothing(pool, sim, times):
     for before, once, often in pool(2, sim=sim).run(attached_again_and_again, times):
@@ -312,30 +268,22 @@ def test_attaching_again_and_again_leaves_nothing(pool, sim, times):
 
 def still_mapped() -> dict[str, Any]:
     """After a detach, while model and optimizer, with its state, are in use."""
-    model = bert()
-    eps = attach_l2l(model, L2LConfig(eps_update="deferred"))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        model(**batch_for(model)).loss.backward()
-        optimizer.step()
-    model(**batch_for(model)).loss.backward()
-    detach_l2l(model)
-    del eps
-    gc.collect()
-    found = nothing()
-    before = digest(*(p.grad for p in model.parameters() if p.grad is not None))
-    if distributed.get_rank() == 0:
-        model(**batch_for(model, seed=1)).loss.backward()
-        optimizer.step()
+    run = Ranked(eps_update="deferred")
+    run.steps(range(2))
+    run.backward(2)
+    detach_l2l(run.model)
+    del run.eps
+    found, before = nothing(), run.gradients()
+    if run.rank == 0:
+        run.model(**batch_for(run.model, seed=1)).loss.backward()
+        run.optimizer.step()
     distributed.barrier()
-    state = optimizer.state_dict()["state"]
-    after = digest(*(p.grad for p in model.parameters() if p.grad is not None))
+    state = run.optimizer.state_dict()["state"]
     steps = {int(each["step"]) for each in state.values()}
-    return {**found, "grad": (before, after), "steps": steps, "state": digest(*(e["exp_avg"] for e in state.values()))}
+    return {**found, "grad": (before, run.gradients()), "steps": steps, "state": state_digest(state)}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("sim", [False, True])
+@pytest.mark.parametrize("sim", [False, *more(True)])
 def test_a_detached_model_has_memory_of_its_own(pool, sim):
     """And so has its optimizer: what one rank does to it does not reach the others."""
     first, second = pool(2, sim=sim).run(still_mapped)
@@ -345,102 +293,15 @@ def test_a_detached_model_has_memory_of_its_own(pool, sim):
     assert first["grad"][0] == second["grad"][0] == second["grad"][1] != first["grad"][1]
 
 
-def attached_with_a_view() -> tuple[str, bool]:
-    model = bert()
-    weight = model.bert.embeddings.word_embeddings.weight
-    model.bert.first_row, before = weight.detach()[0], weight.data_ptr()
-    with pytest.raises(ValueError) as error:
-        attach_l2l(model, L2LConfig())
-    return str(error.value), before == weight.data_ptr()
-
-
-def test_a_weight_of_which_a_module_keeps_a_view_is_refused(pool):
-    """The ranks share the memory of the weight, and the view would have its first values for ever."""
-    for text, stayed in pool(2).run(attached_with_a_view):
-        assert "got bert.embeddings.word_embeddings.weight, a Parameter whose memory is also that of another" in text
-        assert stayed
-
-
-def attached_otherwise(what: str) -> tuple[str, str, dict[str, Any]]:
-    """Rank 1 attaches something else."""
-    is_other = distributed.get_rank() == 1
-    layers = {"num_hidden_layers": 3} if is_other and what == "model" else {}
-    model = bert(**layers)
-    if is_other and what == "frozen":
-        model.bert.embeddings.requires_grad_(False)
-    options: dict[str, Any] = {
-        "updates": {"eps_update": "eager"},
-        "cmp": {"cmp": "bf16"},
-        "nonfinite": {"nonfinite": "skip"},
-    }
-    given = options.get(what, {}) if is_other else {}
-    before = [p.data_ptr() for p in model.parameters()]
-    try:
-        attach_l2l(model, L2LConfig(**{"eps_update": "deferred", **given}, rank_timeout=5.0))
-    except (ValueError, RuntimeError) as error:
-        found = type(error).__name__, str(error)
-        del error
-    else:
-        found = "", "nothing was raised"
-    assert before == [p.data_ptr() for p in model.parameters()]
-    return *found, nothing()
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("what", ["model", "frozen", "updates", "cmp", "nonfinite"])
-def test_ranks_that_attach_something_else_are_refused_and_do_not_wait(pool, what):
-    named = {"model": "parameters", "frozen": "parameters", "updates": "eps_update"}.get(what, what)
-    for rank, (kind, text, left) in enumerate(pool(2).run(attached_otherwise, what)):
-        assert kind == "ValueError", text
-        assert text.startswith(f"all ranks must attach the same model with the same options (got {named}: "), text
-        assert f"on rank {rank}, and " in text and text.endswith("start all of them with the same arguments")
-        assert (left["maps"], left["threads"]) == (0, 0)
-
-
-def out_of_memory_in_attach(place: str) -> tuple[str, dict[str, Any]]:
-    """Rank 1 has no memory for what it makes when the model is attached."""
-    from hf_l2l.shared_eps import host_memory, server
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise MemoryError(place)
-
-    owner: Any = {"masters": host_memory.SharedMemory, "updates": server}[place]
-    name = {"masters": "_make_copies", "updates": "SharedUpdates"}[place]
-    model, before = bert(), getattr(owner, name)
-    if distributed.get_rank() == 1:
-        setattr(owner, name, fails)
-    try:
-        attach_l2l(model, L2LConfig(rank_timeout=5.0))
-    except (MemoryError, RuntimeError) as error:
-        found = f"{type(error).__name__}: {error}"
-        del error
-    else:
-        found = "nothing was raised"
-    finally:
-        setattr(owner, name, before)
-    return found, nothing()
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("place", ["masters", "updates"])
-def test_an_error_of_one_rank_while_it_attaches(pool, place):
-    (first, left), (second, left_of_second) = pool(2).run(out_of_memory_in_attach, place)
-    assert first.startswith("RankFailedError: rank 1 has failed: its model cannot be attached")
-    assert second == f"MemoryError: {place}"
-    for each in (left, left_of_second):
-        assert (each["maps"], each["threads"]) == (0, 0)
-
-
-def attached_beside_other_ranks() -> float:
-    """Time is for the other test: how long an orderly end takes."""
-    model = bert()
-    attach_l2l(model, L2LConfig(rank_timeout=60.0))
+def seconds_to_leave() -> float:
+    """How long an orderly end takes."""
+    run = Ranked(rank_timeout=60.0)
     distributed.barrier()
     began = time.monotonic()
-    detach_l2l(model)
+    detach_l2l(run.model)
     return time.monotonic() - began
 
 
 def test_leaving_does_not_wait_for_a_heartbeat(pool):
     """Which come every 6 seconds here: the thread that receives is woken."""
-    assert max(pool(2).run(attached_beside_other_ranks)) < 3
+    assert max(pool(2).run(seconds_to_leave)) < 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -13,47 +14,48 @@ from torch import distributed
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from models import batch_for
 from rank_trainer import trained, trained_and_growing, trained_with_loss, trained_with_other_lengths
+from tiers import more, nightly
 from training import measured, tiny_bert
 
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
-
 UNCLIPPED = {"max_grad_norm": 0.0}
-
+DEFERRED = {"eps_update": "deferred"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {}),
-    "dropout": ("dropout", {}),
+    "dropout": ("dropout", {"warmup_steps": 2, "weight_decay": 0.1}),
     "llama, whose batches have unequal numbers of tokens": ("llama", {}),
-    "without clipping": ("bert", {"max_grad_norm": 0.0}),
-    "a schedule and decay": ("bert", {"warmup_steps": 2, "weight_decay": 0.1}),
+    "without clipping": ("bert", UNCLIPPED),
 }
 
 
-def layered(options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {**options, "eps_update": "deferred", **more}
-
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["dropout", *more(*CASES)])
 def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
     name, options = CASES[case]
-    plain = pool(2).run(trained, name, "hf", str(tmp_path / "hf"), options)
-    found = pool(2).run(trained, name, "l2l", str(tmp_path / "l2l"), layered(options))
+    rest = 70, None, True
+    plain = pool(2).run(trained, name, "hf", str(tmp_path / "hf"), options, *rest)
+    found = pool(2).run(trained, name, "l2l", str(tmp_path / "l2l"), {**options, **DEFERRED}, *rest)
     assert plain[0]["wrapped"] == "DistributedDataParallel" != found[0]["wrapped"]
     for rank in range(2):
         for what in SAME:
             assert found[rank][what] == plain[rank][what], f"{what} of rank {rank}"
 
 
-@pytest.mark.one_in(18)
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("case", [*CASES, "cmp bf16", "cmp fp16", "eager"])
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        ("cmp bf16", 1),
+        ("llama, whose batches have unequal numbers of tokens", 2),
+        *more(*((case, steps) for case in (*CASES, "cmp bf16", "cmp fp16", "eager") for steps in (1, 2))),
+    ],
+)
 def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path, case, steps):
     """Its batches are those of the ranks in turn. Each rank draws its dropout from the same seed: it is left out.
     Losses are logged as means of ranks, and as sums, which are rounded in another order."""
-    more = {"cmp bf16": {"cmp": "bf16"}, "cmp fp16": {"cmp": "fp16"}, "eager": {"eps_update": "eager", **UNCLIPPED}}
-    name, options = CASES.get(case, ("llama", more.get(case, {})))
-    name, options = name.replace("dropout", "bert"), layered({"l2l_merge_accumulation": "off"}, **options)
+    others = {"cmp bf16": {"cmp": "bf16"}, "cmp fp16": {"cmp": "fp16"}, "eager": {"eps_update": "eager", **UNCLIPPED}}
+    name, options = CASES.get(case, ("llama", others.get(case, {})))
+    options = {**DEFERRED, "l2l_merge_accumulation": "off", **options}
     alone = {**options, "gradient_accumulation_steps": 2 * steps}
+    name = name.replace("dropout", "bert")
     expected = pool(1).run(trained, name, "l2l", str(tmp_path / "alone"), alone)[0]
     options["gradient_accumulation_steps"] = steps
     for found in pool(2).run(trained, name, "l2l", str(tmp_path / "ranks"), options):
@@ -62,18 +64,25 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path,
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
 
 
-def test_batches_of_ranks_are_not_merged(pool, tmp_path):
-    options = layered({"gradient_accumulation_steps": 2, "max_steps": 2})
-    found = pool(2).run(trained, "llama", "l2l", str(tmp_path / "auto"), options)
-    off = pool(2).run(trained, "llama", "l2l", str(tmp_path / "off"), {**options, "l2l_merge_accumulation": "off"})
-    assert [each["weights"] for each in found] == [each["weights"] for each in off]
-    assert all("with several ranks, gradients are added after each batch" in each["warned"] for each in found)
+def test_batches_that_ranks_accumulate(pool, tmp_path):
+    """They are not merged, and a warning says so. DistributedDataParallel first adds those of a rank, and then the
+    ranks; here all ranks are added in each: equal to rounding."""
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    found, off = (
+        pool(2).run(trained, "llama", "l2l", str(tmp_path / merges), {**options, **DEFERRED, **asked})
+        for merges, asked in (("auto", {}), ("off", {"l2l_merge_accumulation": "off"}))
+    )
+    assert len({each["weights"] for each in (*found, *off)}) == 1
+    assert all("gradients are added after each batch" in each["warned"] for each in found)
+    plain = pool(2).run(trained, "llama", "hf", str(tmp_path / "hf"), options)
+    for what in ("losses", "norms"):
+        assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
 
 
-@pytest.mark.parametrize("clips", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clips", [True, *more(False)])
 def test_a_loss_with_parameters_is_trained(pool, tmp_path, clips):
     """The norms are those of the model alone, as transformers has them; ranks update it, and the loss."""
-    options = layered({"gradient_accumulation_steps": 2, "max_grad_norm": 0.1 if clips else 0.0})
+    options = {**DEFERRED, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1 if clips else 0.0}
     alone = pool(1).run(trained_with_loss, str(tmp_path / "alone"), options)[0]
     options["gradient_accumulation_steps"] = 1
     found = pool(2).run(trained_with_loss, str(tmp_path / "ranks"), options)
@@ -86,94 +95,84 @@ def test_a_loss_with_parameters_is_trained(pool, tmp_path, clips):
     assert sum(shares) == total and min(shares) > 0
 
 
-def test_micro_steps_are_equal_to_rounding(pool, tmp_path):
-    """DistributedDataParallel first adds those of a rank, and then the ranks; here all ranks are added in each."""
-    options = {"gradient_accumulation_steps": 2}
-    plain = pool(2).run(trained, "llama", "hf", str(tmp_path / "hf"), options)
-    found = pool(2).run(trained, "llama", "l2l", str(tmp_path / "l2l"), layered(options))
-    assert found[0]["weights"] == found[1]["weights"]
-    for what in ("losses", "norms", "eval_loss"):
-        assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
-
-
-@pytest.mark.slow
+@nightly
 @pytest.mark.parametrize("case", CASES)
 def test_three_ranks_are_equal_to_rounding(pool, tmp_path, case):
     """gloo adds in another order than that of the ranks."""
     name, options = CASES[case]
     plain = pool(3).run(trained, name, "hf", str(tmp_path / "hf"), options)
-    found = pool(3).run(trained, name, "l2l", str(tmp_path / "l2l"), layered(options))
+    found = pool(3).run(trained, name, "l2l", str(tmp_path / "l2l"), {**options, **DEFERRED})
     assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
-    for what in ("losses", "norms", "eval_loss"):
+    for what in ("losses", "norms"):
         assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    "options", [{"cmp": "bf16"}, {"cmp": "fp16"}, {"bf16": True}, {"stash": "host", "ubatch_size": 2}]
-)
+@pytest.mark.parametrize("options", [{"bf16": True}, *more({"cmp": "fp16"}, {"stash": "host", "ubatch_size": 2})])
 def test_other_modes_train(pool, tmp_path, options):
-    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), layered({}, **options))
+    """Each rank writes a trace, and one rank the times of all."""
+    trace = tmp_path / "trace.json"
+    options = {**DEFERRED, "l2l_trace": str(trace), "l2l_log_times": True, **options}
+    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), options)
     assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 4
+    assert trace.is_file() and (tmp_path / "trace.rank1.json").is_file()
+    rows = measured(tmp_path)
+    assert rows and all("l2l_tokens_per_s" in row for row in rows)
+    assert len({row["step"] for row in rows}) == len(rows)
 
 
 def test_on_the_simulated_accelerator(pool, tmp_path):
     """Each rank has its share of the devices: two of four, and one batch."""
-    options = layered({"per_device_train_batch_size": 2, "use_cpu": False})
+    options = {**DEFERRED, "per_device_train_batch_size": 2, "use_cpu": False, "max_steps": 2}
     found = pool(2, sim=True).run(trained, "bert", "l2l", str(tmp_path / "sim"), options)
     assert [each["devices"] for each in found] == [["sim:0", "sim:2"], ["sim:1", "sim:3"]]
-    assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 4
+    assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 2
 
 
-def test_times_are_of_all_ranks(pool, tmp_path):
-    pool(2).run(trained, "bert", "l2l", str(tmp_path), layered({"l2l_log_times": True}))
-    rows = measured(tmp_path)
-    assert rows and all("l2l_tokens_per_s" in row for row in rows)
-    assert len({row["step"] for row in rows}) == len(rows)  # one rank writes them
-
-
-def test_each_rank_writes_a_trace(pool, tmp_path):
-    trace = tmp_path / "trace.json"
-    pool(2).run(trained, "bert", "l2l", str(tmp_path / "run"), layered({"l2l_trace": str(trace)}))
-    assert trace.is_file() and (tmp_path / "trace.rank1.json").is_file()
-
-
-def begun(folder: str) -> tuple[float | None, float]:
-    """What is 0 in the trace of this rank, and when its first span begins there."""
+def begun(folder: str) -> list[float]:
+    """In the trace of this rank, when the first span begins, and when the last backward ends, in seconds."""
     model = tiny_bert(layers=2)
     eps = attach_l2l(model, L2LConfig(trace=f"{folder}/trace.json"))
     if distributed.get_rank() == 0:  # an evaluation of its own
         with torch.no_grad():
             model(**batch_for(model))
+        time.sleep(1.0)
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    distributed.barrier()
     model(**batch_for(model)).loss.backward()
     optimizer.step()
-    trace = eps.timeline._trace
-    assert trace is not None
-    with open(trace.path) as file:
-        times = [event["ts"] for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
     detach_l2l(model)
-    return trace.begins_s, min(times)
+    name = "trace.json" if distributed.get_rank() == 0 else "trace.rank1.json"
+    with open(f"{folder}/{name}") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    backwards = [event["ts"] + event["dur"] for event in events if event["name"].startswith("backward")]
+    return [min(event["ts"] for event in events) / 1e6, max(backwards) / 1e6]
 
 
 def test_traces_of_ranks_have_one_time(pool, tmp_path):
-    (begins, first), (others, of_other) = pool(2).run(begun, str(tmp_path))
-    assert begins == others and min(first, of_other) >= 0.0
+    """What both do at the same time is at the same time in both."""
+    (first, end), (first_of_other, end_of_other) = pool(2).run(begun, str(tmp_path))
+    assert min(first, first_of_other) >= 0.0
+    assert end == pytest.approx(end_of_other, abs=0.5)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("average", [True, False], ids=["tokens of all ranks", "tokens of each"])
-@pytest.mark.parametrize("name", ["bert", "llama"])
+# ---- the noise scale
+
+NOISE: dict[str, Any] = {**DEFERRED, "ubatch_size": 2, "l2l_noise_scale": True}
+EACH = {"l2l_noise_scale_every": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "average"), [("bert", False), ("llama", True), *more(("bert", True), ("llama", False))]
+)
 def test_the_noise_scale_is_that_of_all_ranks(pool, tmp_path, name, average):
     """In one process that accumulates the batches of the ranks in turn, they weigh the same, if ranks divide by the
-    tokens of all of them: else each rank does."""
-    options = layered({"l2l_merge_accumulation": "off", "ubatch_size": 2, "learning_rate": 0.0, "max_steps": 3})
-    options |= {"l2l_noise_scale": True, "l2l_noise_scale_every": "1", "logging_steps": 2}
+    tokens of all of them (`average`): else each rank does."""
+    options = {**NOISE, **EACH, "l2l_merge_accumulation": "off", "learning_rate": 0.0, "max_steps": 3}
+    options |= {"logging_steps": 2}
     alone = {**options, "gradient_accumulation_steps": 2}
     expected = pool(1).run(trained, name, "l2l", str(tmp_path / "alone"), alone)[0]["noise"]
-    found = pool(2).run(
-        trained, name, "l2l", str(tmp_path / "ranks"), {**options, "average_tokens_across_devices": average}
-    )
+    options["average_tokens_across_devices"] = average
+    found = pool(2).run(trained, name, "l2l", str(tmp_path / "ranks"), options)
     assert found[0]["noise"] == found[1]["noise"] and expected["steps"] == 3
     for what in ("items", "rows", "steps"):
         assert found[0]["noise"][what] == expected[what]
@@ -184,27 +183,16 @@ def test_the_noise_scale_is_that_of_all_ranks(pool, tmp_path, name, average):
     assert (noise != pytest.approx(expected["noise"], rel=1e-5)) == unequal
 
 
-def test_a_noise_scale_is_resumed_by_all_ranks(pool, tmp_path):
-    options = layered({"ubatch_size": 2, "l2l_noise_scale": True, "l2l_noise_scale_every": "1", "logging_steps": 3})
-    options |= {"save_strategy": "steps", "save_steps": 2}
-    whole = pool(2).run(trained, "llama", "l2l", str(tmp_path), options)
-    checkpoint = str(tmp_path / "checkpoint-2")
-    again = pool(2).run(trained, "llama", "l2l", str(tmp_path), options, 70, checkpoint)
-    assert [each["noise"] for each in again] == [each["noise"] for each in whole]
-    assert whole[0]["noise"] == whole[1]["noise"] and whole[0]["noise"]["steps"] == 4
-
-
-def test_ranks_measure_at_the_same_steps(pool, tmp_path):
+def test_a_noise_scale_is_measured_at_the_same_steps(pool, tmp_path):
     """As rank 0 would: the first batches of ranks may have other lengths."""
-    options = layered({"ubatch_size": 2, "l2l_noise_scale": True})
-    found = pool(2).run(trained_with_other_lengths, "llama", "l2l", str(tmp_path), options)
+    found = pool(2).run(trained_with_other_lengths, "llama", "l2l", str(tmp_path), NOISE)
     assert [each["noise"]["steps"] for each in found] == [2, 2] and found[0]["noise"] == found[1]["noise"]
 
 
-def test_batches_of_ranks_grow_together(pool, tmp_path):
+def test_batches_of_ranks_grow_together_and_are_resumed(pool, tmp_path):
     """And a rank alone may log meanwhile."""
-    options = layered({"ubatch_size": 2, "l2l_noise_scale": True, "l2l_noise_scale_every": "1", "max_steps": -1})
-    options |= {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "logging_steps": 2}
+    options = {**NOISE, **EACH, "max_steps": -1, "save_strategy": "steps", "save_steps": 6, "num_train_epochs": 2}
+    options |= {"logging_steps": 2}
     found = pool(2).run(trained_and_growing, "llama", "l2l", str(tmp_path), options)
     # 9 batches of each rank in an epoch: 4 and 5 / 2 steps, and 9 / 2.
     assert [each["step"] for each in found] == [12, 12] and found[0]["noise"] == found[1]["noise"]

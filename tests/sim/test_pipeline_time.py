@@ -1,7 +1,9 @@
-"""How long a step takes on several devices in turn, in virtual time, against the formulas of the modular pipeline."""
+"""How long a step takes on several devices in turn, in virtual time, against the formulas of the modular pipeline; and
+what each device holds at its peak, against the estimate."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,12 +11,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers as hf
+from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.pipeline.schedule import forward_steps, sweep_s
 from hf_l2l.pipeline.times import LayerSeconds, step_time
+from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.testing import VirtualClock, enable_simulated_accelerator, engine_on_clock, virtual_clock
 from pipelined import devices
+from tiers import more, nightly
 from timed_machine import WIDTH, Block, Machine, Stack, sweeps_s
 
 MACHINE = Machine(layers=24, ubatches=8, forward_s=1.0, transfer_s=4.0, optimizer_s=1.0)
@@ -23,7 +29,7 @@ MACHINE = Machine(layers=24, ubatches=8, forward_s=1.0, transfer_s=4.0, optimize
 
 @pytest.fixture(autouse=True, scope="module")
 def _eight() -> Iterator[None]:
-    enable_simulated_accelerator(devices=8)
+    enable_simulated_accelerator("4GB", devices=8)
     yield
     enable_simulated_accelerator()
 
@@ -54,9 +60,12 @@ def formula_s(machine: Machine, count: int) -> float:
     return sweep_s(*sizes, one) + sweep_s(*sizes, 3 * one, 2 * one)
 
 
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("machine", [MACHINE, replace(MACHINE, ubatches=2), replace(MACHINE, layers=10, ubatches=5)])
-@pytest.mark.parametrize("count", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+FEW, ODD = replace(MACHINE, ubatches=2), replace(MACHINE, layers=10, ubatches=5)
+
+
+@pytest.mark.parametrize(
+    ("machine", "count"), [(ODD, 4), *more(*itertools.product([MACHINE, FEW, ODD], [1, 2, 4, 8]))]
+)
 def test_layers_in_turn_take_the_time_of_the_formula(machine, count):
     machine = replace(machine, transfer_s=min(machine.transfer_s, 0.9 * machine.ubatches))
     clock = timed(machine, count)
@@ -66,10 +75,11 @@ def test_layers_in_turn_take_the_time_of_the_formula(machine, count):
     )
 
 
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("count", [1, 2, 4])
+SLOW, MIXED = replace(MACHINE, transfer_s=16.0), replace(MACHINE, layers=10, ubatches=3, transfer_s=6.0)
+
+
 @pytest.mark.parametrize(
-    "machine", [MACHINE, replace(MACHINE, layers=10, ubatches=3, transfer_s=6.0), replace(MACHINE, transfer_s=16.0)]
+    ("machine", "count"), [(MIXED, 2), *more(*itertools.product([MACHINE, MIXED, SLOW], [1, 2, 4]))]
 )
 def test_the_estimate_of_time_is_what_the_engine_does(machine, count):
     rows = machine.ubatches * machine.forward_s
@@ -121,8 +131,8 @@ def hops_s(shape: Shape, ubatches: int, count: int) -> float:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@nightly  # other machines: `test_layers_in_turn_take_the_time_of_the_formula`
+@pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_known_models_take_the_time_of_the_formula(shape, count):
     machine = Machine(shape.layers, 8, forward_s=shape.computes, transfer_s=shape.travels, optimizer_s=1.0)
@@ -136,7 +146,7 @@ def test_known_models_take_the_time_of_the_formula(shape, count):
     assert bound <= 1.001 * sweeps_s(launched) <= 1.05 * 1.001 * bound
 
 
-@pytest.mark.parametrize("update", [pytest.param("serial", marks=pytest.mark.slow), "deferred"])
+@pytest.mark.parametrize("update", ["deferred", *more("serial")])
 def test_the_trace_has_the_times_of_all_devices(update, tmp_path):
     """The clocks of the devices begin together: a layer ends one micro-batch after the layer before. While masters are
     updated, the first layers of all devices travel at once all the same."""
@@ -162,16 +172,16 @@ def test_the_trace_has_the_times_of_all_devices(update, tmp_path):
     assert done == pytest.approx(sorted(by_rule), abs=0.1)
 
 
-def test_each_link_carries_its_share_of_the_weights():
+@pytest.mark.parametrize("count", [4, *more(2)])
+def test_each_link_carries_its_share_of_the_weights(count):
     """Of each device, the last two layers of the forward stay."""
     machine = replace(MACHINE, layers=12)
-    for count in (2, 4):
-        clock = timed(machine, count)
-        layers = 2 * machine.layers // count - 2
-        up = [clock.busy("upload", device=each) for each in range(count)]
-        assert up == pytest.approx([layers * machine.transfer_s] * count)
-        down = [clock.busy("download", device=each) for each in range(count)]
-        assert down == pytest.approx([machine.layers // count * machine.transfer_s] * count, rel=0.01)
+    clock = timed(machine, count)
+    layers = 2 * machine.layers // count - 2
+    up = [clock.busy("upload", device=each) for each in range(count)]
+    assert up == pytest.approx([layers * machine.transfer_s] * count)
+    down = [clock.busy("download", device=each) for each in range(count)]
+    assert down == pytest.approx([machine.layers // count * machine.transfer_s] * count, rel=0.01)
 
 
 def test_a_slow_link_is_shared_by_all_devices():
@@ -182,7 +192,7 @@ def test_a_slow_link_is_shared_by_all_devices():
     assert one / four == pytest.approx(4, rel=0.05)
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("count", [4, *more(2)])
 def test_rows_pass_between_devices_under_the_computation(count):
     """A micro-batch takes a quarter of its computation over the link to the next device."""
     machine = replace(MACHINE, layers=12)
@@ -206,18 +216,84 @@ def test_one_thread_launches_for_all_devices():
     assert counts[0.2][0] == pytest.approx(counts[0.2][1], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "options", [{"stash": "host", "boundary": "device"}, pytest.param({"cmp": "bf16"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("options", [{"stash": "host", "boundary": "device"}, *more({"cmp": "bf16"})])
 def test_the_stash_of_each_device_travels_over_its_own_link(options):
-    machine = replace(MACHINE, layers=12)
+    machine = replace(MACHINE, layers=8)
     assert sweeps_s(timed(machine, 4, **options)) == pytest.approx(formula_s(machine, 4), rel=0.05)
 
 
-@pytest.mark.slow
-def test_a_classic_pipeline_would_be_idle_longer():
-    """Layers in a row on each device, as `torch.distributed.pipelining` has them: all of a device's layers run for a
-    micro-batch before the next device gets it."""
-    count, layers, ubatches = 4, MACHINE.layers, MACHINE.ubatches
-    classic = (ubatches + count - 1) * layers / count * 4 * MACHINE.forward_s
-    assert classic / sweeps_s(timed(MACHINE, count)) == pytest.approx(11 / 8 / (1 + 3 / 48), rel=0.05)
+# ---- memory
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 100}
+
+
+def bert(layers: int) -> nn.Module:
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return hf.BertForSequenceClassification(hf.BertConfig(**SIZES, **no_dropout, num_hidden_layers=layers))
+
+
+def llama(layers: int) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=1, num_hidden_layers=layers))
+
+
+def vocabulary(layers: int) -> nn.Module:
+    """Most of it is the head, whose logits take more than a layer: eight chunks."""
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**{**SIZES, "vocab_size": 3000}, num_key_value_heads=1, num_hidden_layers=layers)
+    )
+
+
+def batch_of(make: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 100, (16, 64 if make is vocabulary else 32), generator=generator)
+    labels = ids.clone() if make is not bert else torch.randint(0, 2, (16,), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+CASES: list[tuple[Any, int, dict[str, Any]]] = [
+    (bert, 8, {}),
+    (llama, 7, {"cmp": "bf16", "gradient_slots": 1}),
+    (llama, 6, {"stash": "host", "boundary": "host"}),
+    (llama, 6, {"resident_layers": 3}),
+    (bert, 5, {"kept_weights": 2}),
+    (vocabulary, 6, {}),
+    (vocabulary, 6, {"cmp": "bf16"}),
+    (vocabulary, 6, {"stash": "host", "boundary": "host"}),
+    (vocabulary, 6, {"head_device": "first"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "options", "count"),
+    [
+        (bert, 6, {"stash": "host", "boundary": "device"}, 2),
+        *more(*((*each, count) for each in CASES for count in (2, 4))),
+    ],
+)
+def test_each_device_holds_what_was_estimated(make, layers, options, count):
+    """Its names are in the report."""
+    torch.manual_seed(0)
+    model, batch = make(layers).train(), batch_of(make)
+    config = L2LConfig(device=devices(count), ubatch_size=4, eps_update="serial", **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = RunShapes(model, config, batch, optimizer=optimizer, device=torch.device("sim:0"), devices=count)
+    expected = [sum(run.on_device(config, number).peak()[1].values()) for number in range(count)]
+    eps = attach_l2l(model, config)
+    eps.wrap(optimizer)
+    for step in range(4):
+        if step == 2:
+            for number in range(count):
+                torch.accelerator.reset_peak_memory_stats(torch.device("sim", number))
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = [torch.accelerator.memory_stats(torch.device("sim", number)) for number in range(count)]
+    found = [each["allocated_bytes.all.peak"] for each in stats]
+    report = eps.memory_report()
+    detach_l2l(model)
+    assert found == pytest.approx(expected, rel=0.03)
+    assert run.most(config) >= max(expected)
+    tiers = ["device", *(f"sim:{number}" for number in range(1, count))]
+    assert [*report] == [*tiers, "host", "of which"]
+    assert [report[tier]["total"]["peak"] for tier in tiers] == pytest.approx(found, rel=0.01)
+    assert all(report[tier]["shell"]["peak"] == 0 for tier in tiers[1:])

@@ -17,6 +17,7 @@ from hf_l2l.stash.arrivals import Arrivals
 from hf_l2l.testing import enable_simulated_accelerator
 from models import SMALL, batch_for
 from pipelined import devices
+from tiers import combinations, more
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +48,7 @@ def bert(layers: int) -> nn.Module:
 
 
 def clip() -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
     text = {**sizes, "vocab_size": 60, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1}
     image = {**sizes, "image_size": 8, "patch_size": 4}
     config = hf.CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
@@ -55,9 +56,7 @@ def clip() -> nn.Module:
     return hf.CLIPModel(config)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("layers", [3, 4])
-@pytest.mark.parametrize("calls", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("layers", "calls"), [(4, 2), *more((3, 2), (3, 3), (4, 3))])
 def test_several_calls_in_one_loss(layers, calls):
     """While one layer's backward waits for its device, no other layer's begins inside of it."""
 
@@ -68,11 +67,7 @@ def test_several_calls_in_one_loss(layers, calls):
     assert same(gradients(model, 3, loss), gradients(model, 1, loss))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.slow), {"stash": "host", "boundary": "host"}],
-    ids=["device", "host"],
-)
+@pytest.mark.parametrize("options", [{"stash": "host", "boundary": "host"}, *more({})])
 def test_two_stacks_beside_each_other(options):
     """As in CLIP, whose loss is across rows."""
 
@@ -164,8 +159,7 @@ def parts(kind: str, count: int, *, trains: bool, **options: Any) -> list[torch.
 
 
 @pytest.mark.filterwarnings("ignore:ubatch_size=2 has no effect")
-@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("kind", ["", "returns", "box"])
+@pytest.mark.parametrize(("kind", "trains"), combinations(["returns", "box", "plain"], [True, False]))
 def test_what_layers_are_given_and_return(kind, trains):
     """A number of the host, an empty tensor, and an object that holds a tensor of the first device."""
     assert same(parts(kind, 3, trains=trains), parts(kind, 1, trains=trains))

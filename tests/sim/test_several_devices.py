@@ -35,37 +35,29 @@ def test_a_tensor_is_where_it_was_asked_for():
         ]
         assert {t.device for t in made} == {torch.device("sim", index)}
         assert (made[0] + 1).device == made[0].new_empty(5).device == made[0].bool().device == made[0].device
+        for dtype in (torch.bfloat16, torch.bool, torch.complex64):
+            source = torch.tensor([0, 1, 1]).to(dtype)
+            assert source.to(f"sim:{index}").to("sim:3").cpu().equal(source)
     with torch.sim.device(2):
         assert torch.empty(1, device="sim").device.index == torch.sim.current_device() == 2
     assert torch.empty(1, device="sim").device.index == 0
     assert torch.sim.device_count() == torch.accelerator.device_count() == 4
+    module = torch.nn.Linear(3, 3).to("sim:1")
+    weight = module.weight
+    assert module.to("sim:3").weight is weight and weight.device.index == 3
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
-)
-def test_every_dtype_is_on_every_device(dtype):
-    source = torch.tensor([0, 1, 1]).to(dtype)
-    moved = source.to("sim:1").to("sim:3")
-    assert moved.device == torch.device("sim:3") and moved.cpu().equal(source)
-
-
-@pytest.mark.parametrize("device", ["sim:4", "sim:7"])
-def test_a_device_that_is_not_seen_is_refused(device):
-    with pytest.raises(RuntimeError, match=f"invalid device {device}.* an index below 4"):
-        torch.empty(1, device=device)
+def test_a_device_that_is_not_seen_is_refused():
+    with pytest.raises(RuntimeError, match="invalid device sim:4.* an index below 4"):
+        torch.empty(1, device="sim:4")
     with pytest.raises(ValueError, match="an index below 4"):
-        torch.sim.synchronize(device)
+        torch.sim.synchronize("sim:7")
+    for devices in (0, 9, 1.0, True, "2"):
+        with pytest.raises(ValueError, match="from 1 to 8"):
+            enable_simulated_accelerator(devices=devices)
 
 
-@pytest.mark.parametrize("devices", [0, 9, 1.0, True, "2"])
-def test_so_many_devices_cannot_be(devices):
-    with pytest.raises(ValueError, match="devices must be a whole number from 1 to 8"):
-        enable_simulated_accelerator(devices=devices)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16])
-@pytest.mark.parametrize("index", [0, 1, 3])
+@pytest.mark.parametrize(("dtype", "index"), [(torch.float32, 0), (torch.float64, 3), (torch.int16, 1)])
 def test_inference_tensors_are_those_that_are_made_in_inference_mode(index, dtype):
     """Whatever the first one of a device and dtype in the process was."""
     kwargs = {"dtype": dtype, "device": f"sim:{index}"}
@@ -127,12 +119,6 @@ def test_each_draws_of_its_own_generator():
     torch.nn.functional.dropout(square("sim:1"))
     assert not torch.sim.get_rng_state(1).equal(state)
     assert len(torch.sim.get_rng_state_all()) == 4
-
-
-def test_a_module_moves_from_one_to_another():
-    module = torch.nn.Linear(3, 3).to("sim:1")
-    weight = module.weight
-    assert module.to("sim:3").weight is weight and weight.device.index == 3
 
 
 # ---- streams

@@ -1,0 +1,361 @@
+"""Checkpoints of several ranks, at once or in the background: whole or absent, with the values of their step, and
+resumed with as many ranks, fewer, or more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import distributed
+
+from hf_l2l.checkpoint.background import BackgroundSave
+from hf_l2l.checkpoint.manifest import MANIFEST
+from hf_l2l.checkpoint.snapshot import Snapshot
+from hf_l2l.checkpoint.staging import CheckpointSaveError
+from hf_l2l.rank_saves.secured import ALL, WRITTEN, Secured, secured_of, tell_secured
+from hf_l2l.ranks.team import Team
+from hf_l2l.shared_eps.server import SharedEagerParamServer
+from host_cases import on_hosts
+from rank_pool import digest
+from rank_trainer import REALTIME, SAME, SAVED, failed_generation, failed_to_save, trained
+from slow_disk import assert_same_checkpoints
+from tiers import more
+from training import left_in
+
+PLAIN = {k: v for k, v in SAVED.items() if k != "eps_update"}
+"""For transformers' Trainer."""
+BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+
+
+def assert_resumed(found: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """Each rank has the bits of an unbroken run."""
+    for rank, each in enumerate(found):
+        for what in SAME:
+            assert each[what] == whole[rank][what], f"{what} of rank {rank}"
+
+
+# ---- at once
+
+
+def test_a_checkpoint_has_what_each_rank_saves_and_is_resumed(pool, tmp_path):
+    """As that of transformers' Trainer, and a manifest. Dropout and drawn rows go on: each rank has its generators,
+    and the loss that has not been logged yet. Of a resume, the first rank alone loads weights, whose values win when
+    the model is attached; no rank has all of the optimizer's state in memory of its own, since the file is mapped."""
+    options = {**SAVED, "max_steps": 6, "logging_steps": 3}
+    whole = pool(2).run(trained, "drawing", "l2l", str(tmp_path / "whole"), options)
+    assert left_in(tmp_path / "whole") == whole[0]["checkpoints"] == [f"checkpoint-{step}" for step in (2, 4, 6)]
+    names = {path.name for path in (tmp_path / "whole" / "checkpoint-4").iterdir()}
+    pool(2).run(trained, "drawing", "hf", str(tmp_path / "hf"), {**PLAIN, "max_steps": 2})
+    plain = {path.name for path in (tmp_path / "hf" / "checkpoint-2").iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "rng_state_1.pth", "trainer_state.json"} <= plain
+    assert names - plain == {MANIFEST, "rng_state_data_0.pth", "rng_state_data_1.pth"} and plain <= names
+    state = torch.load(tmp_path / "whole" / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
+    assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
+
+    (tmp_path / "whole" / "checkpoint-6" / "model.safetensors").write_bytes(b"damaged")
+    found = pool(2).run(trained, "drawing", "l2l", str(tmp_path / "whole"), options, 70, True)
+    assert_resumed(found, whole)  # from the newest whole one
+    assert [each["losses"][-1] for each in found] == [each["losses"][-1] for each in whole]
+    assert [each["loaded_weights"] for each in found] == [1, 0]
+    assert [each["mapped"] for each in found] == [[True], [True]]
+
+
+def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
+    """transformers loads it to the device of each of several processes. Each rank has its device's generator, too."""
+    options = {**SAVED, "use_cpu": False, "l2l_devices": "1", "per_device_train_batch_size": 2}
+    whole = pool(2, sim=True).run(trained, "dropout", "l2l", str(tmp_path / "run"), options)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert {"rng_state_sim_0.pth", "rng_state_sim_1.pth"} <= {p.name for p in checkpoint.iterdir()}
+    found = pool(2, sim=True).run(trained, "dropout", "l2l", str(tmp_path / "next"), options, 70, str(checkpoint))
+    assert [each["loaded_to"] for each in found] == [["cpu"], ["cpu"]]
+    assert_resumed(found, whole)
+
+
+@pytest.mark.parametrize("size", [2, *more(4)])
+def test_on_two_hosts_a_checkpoint_has_all_state(pool, tmp_path, size):
+    whole = pool(size).run(on_hosts, 2, trained, "dropout", "l2l", str(tmp_path / "whole"), SAVED)
+    near = pool(size).run(trained, "dropout", "l2l", str(tmp_path / "near"), SAVED)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    state = torch.load(f"{checkpoint}/optimizer.pt", weights_only=True)["state"]
+    assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
+    if size == 2:
+        assert whole[0]["weights"] == near[0]["weights"] and whole[1]["state"] == near[1]["state"]
+    given = "dropout", "l2l", str(tmp_path / "next"), SAVED, 70, checkpoint
+    assert_resumed(pool(size).run(on_hosts, 2, trained, *given), whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), *more((1, 2))])
+def test_another_number_of_ranks_goes_on(pool, tmp_path, before, after):
+    """With as many rows in a step, whichever rank has them: the same to rounding. Other batches are told."""
+    constant = {**SAVED, "lr_scheduler_type": "constant"}
+    rows = {1: {**constant, "gradient_accumulation_steps": 2}, 2: constant}
+    whole = pool(1).run(trained, "bert", "l2l", str(tmp_path / "whole"), rows[1])[0]
+    pool(before).run(trained, "bert", "l2l", str(tmp_path / "run"), {**rows[before], "max_steps": 2})
+    given = "bert", "l2l", str(tmp_path / "next"), rows[after], 70, str(tmp_path / "run" / "checkpoint-2")
+    for each in pool(after).run(trained, *given):
+        assert each["step"] == 4
+        assert each["values"] == pytest.approx(whole["values"], rel=1e-3, abs=1e-3)
+        assert "rng_state_data" in each["logged"]
+
+
+@pytest.mark.parametrize(("saves", "resumes"), [("hf", "l2l"), ("l2l", "hf")])
+def test_checkpoints_go_both_ways(pool, tmp_path, saves, resumes):
+    """Under transformers' Trainer with DistributedDataParallel, and back."""
+    options = {"l2l": SAVED, "hf": PLAIN}
+    whole = pool(2).run(trained, "dropout", "hf", str(tmp_path / "whole"), PLAIN)
+    run = whole if saves == "hf" else pool(2).run(trained, "dropout", saves, str(tmp_path / "run"), options[saves])
+    assert [each["weights"] for each in run] == [each["weights"] for each in whole]
+    checkpoint = str(tmp_path / ("whole" if saves == "hf" else "run") / "checkpoint-2")
+    found = pool(2).run(trained, "dropout", resumes, str(tmp_path / "next"), options[resumes], 70, checkpoint)
+    assert [each["weights"] for each in found] == [each["weights"] for each in whole]
+
+
+@pytest.mark.parametrize("limit", [1, *more(2)])
+def test_the_best_and_the_newest_are_kept(pool, tmp_path, limit):
+    options = {**SAVED, **BEST, "save_total_limit": limit, "max_steps": 4 * limit}
+    (tmp_path / "checkpoint-1").mkdir()  # of somebody else
+    found = pool(2).run(trained, "bert", "l2l", str(tmp_path), options)
+    best = {Path(each["best"]).name for each in found}
+    newest = {f"checkpoint-{4 * limit}"} if limit > 1 else set()
+    assert len(best) == 1 and set(found[0]["checkpoints"]) >= {"checkpoint-1"} | best | newest
+    assert len(found[0]["checkpoints"]) <= limit + 1
+    saved = load_file(tmp_path / best.pop() / "model.safetensors")
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["named"] == digest(*(saved[name] for name in sorted(saved)))
+
+
+@pytest.mark.parametrize(
+    "where", [(1, "generators"), (0, "commit"), *more((0, "room"), (0, "weights"), (1, "weights"))]
+)
+def test_a_checkpoint_that_one_rank_cannot_write_fails_in_all(pool, tmp_path, where):
+    """Nothing of it is left, the one before is there, and the same ranks can train again."""
+    for rank, found in enumerate(pool(2).run(failed_to_save, str(tmp_path), *where)):
+        assert "No space left on device" in found["error"]
+        assert (f"in rank {where[0]}" in found["error"]) == (rank != where[0])
+        assert found["left"] == ["checkpoint-2"] and found["step"] == 4
+        assert found["then"] == ["checkpoint-2", "checkpoint-4"]
+
+
+def saved_apart(folder: str) -> str:
+    """A training whose second rank does not see what the first one writes, as on a host with a disk of its own."""
+    is_dir, own = Path.is_dir, distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_dir", lambda path: is_dir(path) and (own == 0 or "_l2l-saving" not in path.name))
+        with pytest.raises(CheckpointSaveError) as error:
+            trained("bert", "l2l", folder, SAVED)
+    return str(error.value)
+
+
+def test_hosts_without_a_common_file_system_are_told(pool, tmp_path):
+    for text in pool(2).run(saved_apart, str(tmp_path)):
+        assert "a folder that rank 1 does not see" in text
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("option", ["auto_find_batch_size", *more("enable_jit_checkpoint", "save_on_each_node")])
+def test_what_one_rank_would_do_alone_is_refused(pool, tmp_path, option):
+    with pytest.raises(AssertionError, match=f"ValueError: several ranks train without {option}"):
+        pool(2).run(trained, "bert", "l2l", str(tmp_path), {**SAVED, option: True})
+
+
+# ---- in the background
+
+EACH_STEP: dict[str, Any] = {**SAVED, "save_steps": 1, "max_steps": 2}
+
+
+@contextmanager
+def slow_disk(*, until_copied: bool = False) -> Iterator[list[int]]:
+    """Inside, checkpoints take some time; with `until_copied`, the first one waits for an update that has to copy a
+    layer. Lists the bytes that were copied of each one."""
+    take, end = Snapshot._next, BackgroundSave._end
+    copied: list[int] = []
+
+    def taken(snapshot: Snapshot) -> Any:
+        until = time.monotonic() + (3.0 if until_copied and snapshot._room and not any(copied) else 0.03)
+        while time.monotonic() < until and not (snapshot.most_copied_bytes or snapshot._is_stopped):
+            time.sleep(0.005)
+        return take(snapshot)
+
+    def ended(saving: BackgroundSave) -> None:
+        copied.append(saving._snapshot.most_copied_bytes)
+        end(saving)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Snapshot, "_next", taken)
+        patch.setattr(BackgroundSave, "_end", ended)
+        yield copied
+
+
+def trained_slowly(name: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A training whose checkpoints take longer than a step."""
+    with slow_disk(until_copied=True) as copied:
+        found = trained(name, "l2l", folder, options)
+    return {**found, "copied": sum(copied)}
+
+
+CASES = {
+    "rows": (2, 1, "large", {}),
+    "2 hosts": (2, 2, "bert", {}),
+    "2 ranks": (2, 1, "bert", {}),
+    "2 hosts of 2": (4, 2, "bert", {}),
+    "serial": (2, 1, "bert", {"eps_update": "serial"}),
+    "eager": (2, 1, "bert", {"eps_update": "eager", "max_grad_norm": 0.0}),
+    "3 ranks": (3, 1, "llama", {"l2l_moment_dtype": "bf16"}),
+    "rows in 16 bits": (3, 1, "large", {"cmp": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("case", ["rows", "2 hosts", *more(*CASES)])
+def test_checkpoints_have_the_values_of_their_step(pool, tmp_path, case):
+    size, hosts, name, options = CASES[case]
+    options = {**EACH_STEP, **options}
+    at_once = pool(size).run(on_hosts, hosts, trained, name, "l2l", str(tmp_path / "at once"), options)
+    later = {**options, "l2l_async_save": True}
+    found = pool(size).run(on_hosts, hosts, trained_slowly, name, str(tmp_path / "later"), later)
+    assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
+    assert [each["weights"] for each in found] == [each["weights"] for each in at_once]
+    assert sum(each["copied"] for each in found) > 0, "updates have gone on beside the saving"
+
+
+@pytest.mark.parametrize(("before", "after", "every"), [(2, 2, "auto"), *more((2, 2, "1"), (2, 3, "auto"))])
+def test_ranks_write_generations_beside_the_steps(pool, tmp_path, before, after, every):
+    """The newest one alone is there, and another number of ranks goes on from it."""
+    now = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "l2l_realtime_every": every}
+    unbroken = {**SAVED, "lr_scheduler_type": "constant", "max_steps": 6}
+    whole = pool(before).run(trained, "dropout", "l2l", str(tmp_path / "whole"), unbroken)
+    pool(before).run(trained_slowly, "dropout", str(tmp_path / "broken"), {**now, "max_steps": 3})
+    (left,) = (tmp_path / "now").glob("checkpoint-*")
+    assert left.name in ("checkpoint-2", "checkpoint-3") and (left / MANIFEST).is_file()
+    given = "dropout", "l2l", str(tmp_path / "broken"), {**now, "max_steps": 6}, 70, True
+    found = pool(after).run(trained, *given)
+    assert all(each["step"] == 6 for each in found)
+    if before == after:
+        assert_resumed(found, whole)
+    (last,) = (tmp_path / "now").glob("checkpoint-*")
+    assert int(last.name.removeprefix("checkpoint-")) > int(left.name.removeprefix("checkpoint-"))
+
+
+@pytest.mark.parametrize(
+    ("errors", "what"), [("stop", "values"), ("warn", "part"), *more(("stop", "part"), ("warn", "generators"))]
+)
+def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_path, errors, what):
+    """All ranks end with its error, or all go on; the one before is whole, and nothing else is left."""
+    options = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "max_steps": 6}
+    options["l2l_realtime_errors"] = errors
+    for found in pool(2).run(failed_generation, str(tmp_path / "run"), options, what):
+        assert found["step"] in ((4, 5) if errors == "stop" else (6,))
+        assert found["left"] == ["checkpoint-3" if errors == "stop" else "checkpoint-6"]
+        assert found["error"].count("No space left on device") == (errors == "stop")
+
+
+@pytest.mark.parametrize("every", ["1", *more("auto")])
+def test_a_folder_that_rank_0_cannot_look_into_changes_nothing(pool, tmp_path, every):
+    """The generation is in its place; all ranks begin the next one after the same step."""
+    now = {"l2l_realtime_checkpoint": str(tmp_path / "now"), "l2l_realtime_every": every}
+    options = {**REALTIME, **now, "max_steps": 6, "l2l_realtime_errors": "warn"}
+    for found in pool(2).run(failed_generation, str(tmp_path / "run"), options, "folder"):
+        assert (found["step"], found["error"]) == (6, "")
+        assert "checkpoint-6" in found["left"] or every == "auto"
+
+
+@contextmanager
+def at_each_forward(do: Callable[[SharedEagerParamServer], None]) -> Iterator[None]:
+    """Inside, the program does something when a forward begins."""
+    begin = SharedEagerParamServer.start_forward
+
+    def begun(eps: SharedEagerParamServer) -> None:
+        begin(eps)
+        do(eps)
+
+    with pytest.MonkeyPatch.context() as patch, slow_disk():
+        patch.setattr(SharedEagerParamServer, "start_forward", begun)
+        yield
+
+
+def interrupted(folder: str, options: dict[str, Any]) -> tuple[str, list[str], int]:
+    """A training that ends by an error in all ranks while a checkpoint is being written: the error, what is left in
+    its folder, and how many threads save."""
+
+    def failing(eps: SharedEagerParamServer) -> None:
+        if eps.saving is not None:
+            raise KeyError("of the program")
+
+    with at_each_forward(failing), pytest.raises(KeyError) as error:
+        trained("bert", "l2l", folder, options)
+    distributed.barrier()  # rank 0 has removed what it wrote
+    saving = sum(thread.name == "hf_l2l save" for thread in threading.enumerate())
+    return str(error.value), left_in(Path(folder)), saving
+
+
+def test_an_error_of_the_training_gives_up_the_checkpoint(pool, tmp_path):
+    """Without waiting for ranks that are elsewhere."""
+    options = {**EACH_STEP, "l2l_async_save": True}
+    assert pool(2).run(interrupted, str(tmp_path), options) == [("'of the program'", [], 0)] * 2
+
+
+def changed(folder: str, options: dict[str, Any]) -> None:
+    """A training whose program writes to weights after each step: rank 1 alone, to all of them."""
+
+    def changing(eps: SharedEagerParamServer) -> None:
+        eps.team.barrier("of the test")
+        if eps.team.rank == 1 and torch.is_grad_enabled():
+            with torch.no_grad():
+                for parameter in eps.model.parameters():
+                    parameter.mul_(0.5)
+        eps.team.barrier("of the test")
+
+    with at_each_forward(changing):
+        trained("bert", "l2l", folder, options)
+
+
+def test_what_one_rank_changes_is_written_first(pool, tmp_path):
+    """Though another rank writes it to the file."""
+    pool(2).run(changed, str(tmp_path / "at once"), EACH_STEP)
+    pool(2).run(changed, str(tmp_path / "later"), {**EACH_STEP, "l2l_async_save": True})
+    assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
+
+
+def told() -> list[bool]:
+    """What a rank knows of groups that the other one has secured."""
+    team = Team.met(30.0)
+    own, other = team.rank, 1 - team.rank
+    secured: Secured = secured_of(team.peers)
+    written: list[int] = []
+    assert secured.begin() == 1
+    secured.when_written(lambda: written.append(1))
+    team.barrier("of the test")
+    tell_secured(team.peers, 1, 3 + own)
+    team.peers.wait(lambda: secured.has(other, 1, 3 + other), "of the test")
+    found = [secured.has(other, 1, 3 + own), secured.has(other, 1, ALL), secured.has(other, 2, 3 + other)]
+    team.barrier("of the test")
+    assert secured.begin() == 2
+    secured.when_written(lambda: written.append(2))
+    tell_secured(team.peers, 2, ALL)
+    tell_secured(team.peers, 1, WRITTEN)  # late: of a checkpoint before
+    team.peers.wait(lambda: secured.has(other, 2, ALL), "of the test")
+    found += [secured.has(other, 1, 3 + own), secured.has(other, 2, 7), secured.has(other, 3, ALL), bool(written)]
+    team.barrier("of the test")
+    tell_secured(team.peers, 2, WRITTEN)
+    team.peers.wait(lambda: bool(written), "of the test")
+    assert written == [2]
+    team.barrier("of the test")
+    team.close()
+    return found
+
+
+def test_ranks_know_what_the_others_have_secured(pool):
+    """A group, then all; what is true of a checkpoint is true of those before it. A snapshot that is stopped writes no
+    more, and tells that all values may change."""
+    assert pool(2).run(told) == [[False, False, False, True, True, False, False]] * 2
+    stopped: list[int | None] = []
+    snapshot = Snapshot([[], []], room=0, secured=stopped.append)
+    snapshot.stop()
+    snapshot.write()
+    assert stopped == [None]

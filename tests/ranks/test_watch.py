@@ -1,0 +1,407 @@
+"""Which rank counts as failed, and who is told: several `Peers` in this process, connected by sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from connected_ranks import LONG_S, TIMEOUT_S, at_once, connected, met, one_and_raw, until, until_failed
+from hf_l2l import RankFailedError
+from hf_l2l.ranks import watch
+from hf_l2l.ranks.messages import BARRIER, FAILED, HEARTBEAT, LEAVING, UPDATED
+from hf_l2l.ranks.peers import Peers
+from hf_l2l.ranks.watch import HEADER
+from rank_programs import Program, Programs
+from tiers import more, nightly
+
+# ---- failure
+
+
+def test_the_end_of_a_rank_ends_a_wait_with_its_number():
+    sockets = connected(3)
+    ranks = [Peers(rank, sockets[rank], LONG_S) for rank in (0, 2)]
+
+    def die() -> None:
+        for each in sockets[1].values():
+            each.close()
+
+    try:
+        found = at_once(
+            lambda: ranks[0].gather(BARRIER, 1, b"", "the test"), lambda: ranks[1].gather(BARRIER, 1, b"", "it"), die
+        )
+    finally:
+        for each in ranks:
+            each.close()
+    for rank, error, why in ((0, found[0], "the test"), (2, found[1], "it")):
+        assert isinstance(error, RankFailedError) and error.rank == 1
+        assert str(error) == f"rank 1 has failed: its process has ended, while rank {rank} waited: {why}"
+
+
+def test_the_error_passes_through_pickle():
+    error = pickle.loads(pickle.dumps(RankFailedError("rank 3 has failed", 3)))  # noqa: S301
+    assert (type(error), str(error), error.rank) == (RankFailedError, "rank 3 has failed", 3)
+
+
+def test_a_silent_rank_fails_after_half_of_the_timeout_and_not_before():
+    began = time.monotonic()
+    with one_and_raw(TIMEOUT_S) as (rank, _), pytest.raises(RankFailedError) as error:
+        rank.gather(BARRIER, 1, b"", "the test")
+    assert TIMEOUT_S / 2 <= time.monotonic() - began < 4 * TIMEOUT_S
+    assert str(error.value).startswith("rank 1 has failed: it has not answered for 1 seconds")
+
+
+@pytest.mark.parametrize("to", [0, *more(2)])
+def test_a_rank_that_leaves_is_a_failure_only_for_who_waits_for_it(to):
+    """Rank 1 has left; a wait for another rank goes on."""
+    with met(3) as ranks:
+        at_once(*(lambda rank=rank: rank.gather(BARRIER, 1, b"", "test") for rank in ranks))
+        ranks[1].close()
+        waiting = ranks[2 - to]
+        until(lambda: 1 in waiting.state.left)
+        waiting.check()
+        waiting.check("another rank", [to])
+        done: list[int] = []
+        at_once(lambda: waiting.wait(lambda: bool(done), "rank has come", [to]), lambda: done.append(1))
+        with pytest.raises(RankFailedError, match="rank 1 has failed: it has ended its training") as error:
+            waiting.gather(BARRIER, 2, b"", "the last step")
+    assert error.value.rank == 1
+    assert "the last step" in str(error.value)
+
+
+def test_a_rank_that_has_left_does_not_end_the_wait_for_a_slower_one():
+    """Rank 2 has all that it needs, and leaves; rank 1 does not have the message of rank 0 yet."""
+    sockets = connected(3)
+    one = Peers(1, sockets[1], LONG_S)
+    raw = {to: sockets[to][1] for to in (0, 2)}
+    try:
+
+        def others() -> None:
+            raw[2].send(HEADER.pack(BARRIER, 1))
+            raw[2].send(HEADER.pack(LEAVING, 0))
+            until(lambda: 2 in one.state.left)
+            raw[0].send(HEADER.pack(BARRIER, 1))
+
+        found = at_once(lambda: one.gather(BARRIER, 1, b"", "test"), others)
+    finally:
+        one.close()
+        for each in (*sockets[0].values(), *sockets[2].values()):
+            each.close()
+    assert found[0] == {0: b"", 1: b"", 2: b""}
+
+
+def test_what_a_rank_has_sent_before_it_left_is_taken():
+    with met(2) as ranks:
+        ranks[1].send(BARRIER, 1, b"last")
+        ranks[1].close()
+        until(lambda: 1 in ranks[0].state.left)
+        assert ranks[0].gather(BARRIER, 1, b"own", "test") == {0: b"own", 1: b"last"}
+        ranks[0].send(UPDATED, 1)  # to nobody
+        ranks[0].check()
+
+
+def test_a_rank_that_leaves_with_a_full_socket_has_left_in_order():
+    with one_and_raw() as (rank, raw):
+        raw.settimeout(30)
+        closing = threading.Thread(target=rank.close)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                rank.state.sockets[1].send(HEADER.pack(UPDATED, 0) + bytes(2**12), socket.MSG_DONTWAIT)
+        closing.start()
+        time.sleep(0.05)  # it finds no room
+        kinds = []
+        while message := raw.recv(2**16):
+            kinds.append(HEADER.unpack_from(message)[0])
+        closing.join(30)
+    assert kinds[-1] == LEAVING
+
+
+def test_a_message_to_a_rank_that_is_leaving_does_not_make_it_failed():
+    """The socket is closed at the other end, and why has not been read yet."""
+    with one_and_raw() as (rank, raw):
+        with rank.state.changed:  # the thread of the rank cannot take a message
+            raw.send(HEADER.pack(LEAVING, 0))
+            raw.shutdown(socket.SHUT_RDWR)
+            rank.send(UPDATED, 1)
+        until(lambda: 1 in rank.state.left)
+        rank.check()
+
+
+def test_a_failure_that_is_told_carries_its_text_and_number():
+    with met(3) as ranks:
+        ranks[1].tell_failure("it has no memory left")
+        for rank in (ranks[0], ranks[2]):
+            error = until_failed(rank)
+            assert (str(error), error.rank) == ("rank 1 has failed: it has no memory left", 1)
+
+
+def test_the_first_cause_is_told_not_the_messenger():
+    """Rank 0 hears only of rank 1, which fails because of rank 2."""
+    with one_and_raw() as (rank, raw):
+        raw.send(HEADER.pack(FAILED, 2) + b"its process has ended")
+        raw.shutdown(socket.SHUT_RDWR)
+        assert str(until_failed(rank)) == "rank 2 has failed: its process has ended"
+
+
+def test_a_rank_that_leaves_while_its_thread_tells_of_another_one_waits_for_that(monkeypatch):
+    """Else who hears of its end only would take it for the cause."""
+    sockets = connected(3)
+    rank = Peers(0, sockets[0], LONG_S)
+    send_all, has_left = watch._send_all, threading.Event()
+
+    def late(state: watch.State, message: bytes) -> None:
+        if threading.current_thread().name == "hf_l2l ranks":
+            has_left.wait(1.0)  # it may not leave before
+        send_all(state, message)
+
+    monkeypatch.setattr(watch, "_send_all", late)
+    with sockets[2][0] as raw, sockets[2][1], sockets[1][2]:
+        sockets[1][0].close()
+        until(lambda: rank.state.is_announced)
+        rank.tell_failure("its model cannot be attached")
+        rank.close()
+        has_left.set()
+        messages = [message for message in iter(lambda: raw.recv(1024), b"") if message[0] != HEARTBEAT]
+    assert [HEADER.unpack_from(message) for message in messages] == [(FAILED, 1)]
+
+
+def test_a_rank_that_ends_because_of_another_tells_which():
+    with one_and_raw() as (rank, raw):
+        raw.send(HEADER.pack(FAILED, 7) + b"why")
+        until_failed(rank)
+        rank.tell_failure("a backward of it has raised an exception")
+        rank.close()
+        raw.settimeout(30)
+        found = [message for message in iter(lambda: raw.recv(2**16), b"") if message[0] != HEARTBEAT]
+    assert found == [HEADER.pack(FAILED, 7) + b"why"]
+
+
+def test_an_error_in_a_handler_is_a_failure_of_this_rank():
+    """Else its thread would end, and its waits never."""
+
+    def received(*_: object) -> None:
+        raise ValueError("state must be in its own memory")
+
+    with met(2) as ranks:
+        ranks[0].on(UPDATED, received)
+        ranks[1].send(UPDATED, 1)
+        with pytest.raises(RankFailedError, match="rank 0 has failed: it cannot take a message: ValueError"):
+            ranks[0].gather(BARRIER, 1, b"", "test")
+        assert until_failed(ranks[1]).rank == 0
+
+
+def test_a_wait_ends_when_its_own_rank_leaves():
+    """As that of the thread that adds gradients when the model is detached."""
+    with met(2) as ranks:
+        found = at_once(lambda: ranks[0].gather(BARRIER, 1, b"", "test"), ranks[0].close)
+    assert isinstance(found[0], RankFailedError) and "rank 0 has left the others" in str(found[0])
+
+
+def test_an_error_that_is_kept_has_not_been_told():
+    """The process is ended unless some thread of the program has got the error."""
+    with met(2) as ranks:
+        ranks[0].state.fail(1, "test")
+        told = ranks[0].state.told
+
+        def kept() -> None:
+            with contextlib.suppress(RankFailedError):
+                ranks[0].check()
+            ranks[0].error_is_kept()
+
+        at_once(kept)
+        assert not told
+        with pytest.raises(RankFailedError):
+            ranks[0].check()
+        assert told
+        at_once(kept)
+        assert told  # by another thread
+        ranks[0].error_is_kept()
+        assert not told
+        ranks[0].error_is_raised()  # or the thread would end this process
+
+
+def test_nothing_is_left_of_it():
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with met(3):
+            pass
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+def test_peers_that_are_given_up_leave():
+    threads = threading.active_count()
+    sockets = connected(2)
+    other, given_up = Peers(0, sockets[0], LONG_S), Peers(1, sockets[1], LONG_S)
+    del given_up
+    try:
+        until(lambda: 1 in other.state.left)
+        until(lambda: threading.active_count() == threads + 1)
+    finally:
+        other.close()
+
+
+# ---- processes
+
+
+def test_forked_processes_do_not_keep_connections_open():
+    """As the workers of a data loader, which may live longer than their parent."""
+    other, further = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sockets = connected(2)
+    rank = Peers(0, sockets[0], LONG_S, [further])
+    with sockets[1][0] as raw, other:
+        raw.settimeout(30)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        os.close(read)
+        try:
+            rank.close()
+            while raw.recv(100):
+                pass
+            other.settimeout(30)
+            assert other.recv(1) == b""
+        finally:
+            os.close(write)
+            os.waitpid(child, 0)
+
+
+_RANK = """
+import os, select, signal, socket, sys, threading, time
+from hf_l2l.ranks.peers import Peers, RankFailedError
+rank = Peers(NUMBER, {to: socket.socket(fileno=file) for to, file in zip(OTHERS, FILES)}, TIMEOUT_S)
+print("ready", flush=True)
+"""
+
+
+def begun(programs: Programs, text: str, number: int, to: dict[int, socket.socket], timeout_s: float) -> Program:
+    """A process that is a rank, with these sockets of it, which runs a program."""
+    names = f"NUMBER, OTHERS, TIMEOUT_S = {number}, {list(to)}, {timeout_s}"
+    found = programs.start(f"{names}\n{_RANK}{text}", tuple(to.values()))
+    assert found.stdout.readline() == "ready\n"
+    return found
+
+
+WAITS = {
+    "sleep": "time.sleep(100)",
+    "input": "select.select([0], [], [])",
+    "closed stderr": "sys.stderr.close(); time.sleep(100)",
+    # The error is raised in a thread that keeps it: the program has not got it.
+    "kept": """
+def keeps():
+    try:
+        rank.gather(3, 1, b"", "test")
+    except RankFailedError:
+        rank.error_is_kept()
+threading.Thread(target=keeps).start()
+time.sleep(100)
+""",
+}
+
+
+@pytest.mark.parametrize("where", ["kept", "closed stderr", *more("sleep", "input")])
+def test_a_process_that_waits_elsewhere_is_ended(programs, where):
+    sockets = connected(2)
+    process = begun(programs, WAITS[where], 0, sockets[0], TIMEOUT_S)
+    began = time.monotonic()
+    sockets[1][0].close()
+    assert process.wait(30) == 1  # its standard input stays open
+    assert time.monotonic() - began < 2 * TIMEOUT_S
+    text = process.stderr.read()
+    assert where == "closed stderr" or "rank 1 has failed: its process has ended" in text
+
+
+ENDS = {
+    "": "it has ended its training, or detached its model",
+    "sys.exit(3)": "it has ended its training, or detached its model",
+    "raise MemoryError('none')": "its program has raised MemoryError",
+    "os._exit(3)": "its process has ended",
+    "os.kill(os.getpid(), signal.SIGKILL)": "its process has ended",
+    "os.kill(os.getpid(), signal.SIGTERM)": "its process has ended",
+    "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0); sys.stdin.read()": None,
+}
+
+
+@pytest.mark.parametrize("program", ENDS)
+def test_how_a_program_has_ended(programs, program):
+    """One that raises is a failure, also for ranks that do not wait for it. A forked process is no rank."""
+    sockets, expected = connected(2), ENDS[program]
+    process = begun(programs, program, 1, sockets[1], LONG_S)
+    rank = Peers(0, sockets[0], LONG_S)
+    try:
+        if expected is None:
+            with pytest.raises(TimeoutError):
+                process.wait(0.5)
+            return
+        process.ended(30)
+        if "ended its training" in expected:
+            until(lambda: 1 in rank.state.left)
+            rank.check()
+        error = until_failed(rank, "test")
+        assert error.rank == 1 and str(error).startswith(f"rank 1 has failed: {expected}")
+    finally:
+        rank.close()
+
+
+_ANSWERS = """
+number = 0
+while True:
+    print(rank.gather(3, (number := number + 1), b"", "test") and number, flush=True)
+    if sys.stdin.readline() == "": break
+rank.close()
+"""
+
+
+@nightly  # a rank that wakes up: `test_a_stopped_rank_is_a_failure_and_wakes_up_to_an_error`
+def test_ranks_that_are_all_stopped_go_on(programs):
+    """As by Ctrl-Z of a launcher: nobody takes the pause for a failure of the others."""
+    sockets = connected(3)
+    processes = [begun(programs, _ANSWERS, rank, sockets[rank], TIMEOUT_S) for rank in range(3)]
+    assert [process.stdout.readline() for process in processes] == ["1\n"] * 3
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in processes:
+            process.kill(number)
+        time.sleep(TIMEOUT_S)  # in which a failure would be noticed
+    for process in processes:
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+    assert [process.ended(30) for process in processes] == [(0, "2\n", "")] * 3
+
+
+def test_a_stopped_rank_is_a_failure_and_wakes_up_to_an_error(programs):
+    sockets, limit_s = connected(2), 2 * TIMEOUT_S  # on a busy machine, a rank that runs may be late for seconds
+    process = begun(programs, _ANSWERS, 1, sockets[1], limit_s)
+    rank = Peers(0, sockets[0], limit_s)
+    try:
+        rank.gather(BARRIER, 1, b"", "test")
+        process.kill(signal.SIGSTOP)
+        with pytest.raises(RankFailedError, match="rank 1 has failed: it has not answered for 2 seconds"):
+            rank.gather(BARRIER, 2, b"", "test")
+    finally:
+        rank.close()
+        process.kill(signal.SIGCONT)
+    status, _, text = process.ended(30, "go on\n" * 3)
+    assert status != 0 and "rank 1 has failed: it has not answered" in text
+
+
+def test_the_reason_of_a_rank_is_heard_that_has_not_read_what_it_was_sent():
+    """Its socket was closed with messages in it: the reset comes before what it had said."""
+    sockets = connected(2)
+    rank, other = Peers(0, sockets[0], TIMEOUT_S), sockets[1][0]
+    try:
+        assert select.select([other], [], [], TIMEOUT_S)[0], "a heartbeat is in its socket"
+        other.send(HEADER.pack(FAILED, 1) + b"no memory")
+        other.close()
+        with pytest.raises(RankFailedError, match="rank 1 has failed: no memory"):
+            rank.gather(BARRIER, 1, b"", "test")
+    finally:
+        rank.close()
