@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 
 TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 16}
 SIZES = {
-    "small": {"n_embd": 576, "n_layer": 6, "n_head": 9, "vocab_size": 2000, "n_positions": 64},
+    "small": {"n_embd": 448, "n_layer": 4, "n_head": 7, "vocab_size": 2000, "n_positions": 64},
     "large": {"n_embd": 768, "n_layer": 10, "n_head": 12, "vocab_size": 5000, "n_positions": 64},
 }
-"""100 MB and 300 MB of weights."""
+"""42 MB and 300 MB of weights."""
 
 ROWS, TOKENS = 2, 8
 

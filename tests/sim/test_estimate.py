@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,10 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, estimate
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.plan.planner import BudgetError, make_plan
 from hf_l2l.plan.run_shapes import RunShapes
-from hf_l2l.plan.step_time import Rates
 from hf_l2l.testing import enable_simulated_accelerator
+from tiers import more
 from training import settled_memory
 
 ROWS, TOKENS, WIDTH = 8, 128, 128
@@ -60,14 +60,7 @@ def mixtral() -> nn.Module:
     return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert": bert,
-    "gpt2": gpt2,
-    "llama": llama,
-    "t5": t5,
-    "vit": vit,
-    "mixtral": mixtral,
-}
+MODELS: dict[str, Callable[[], nn.Module]] = {each.__name__: each for each in (bert, gpt2, llama, t5, vit, mixtral)}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "device stash": {"stash": "device", "ubatch_size": 2},
@@ -100,10 +93,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "autocast, all resident": {"resident": "all", "ubatch_size": 2},
     "autocast, accumulation": {"stash": "host", "boundary": "host", "ubatch_size": 2},
 }
-FAST = {
-    "bert": ("accumulation", "LoRA"),
-    "mixtral": ("autocast",),
-}
 NAMED = (
     *("device stash", "host stash", "host boundary", "whole batch", "bf16", "bf16 on the device"),
     *("one slot, all logits", "accumulation", "LoRA"),
@@ -111,10 +100,17 @@ NAMED = (
     "autocast, accumulation",
 )
 """Settings in which the bytes of each name are compared."""
+FAST = (("bert", "accumulation"), ("t5", "LoRA"), ("mixtral", "autocast"))
+NOT_CLOSE = pytest.mark.xfail(reason="frozen weights outside the layers are taken to stay on the device", strict=True)
 CASES = [
-    pytest.param(model, setting, marks=() if setting in FAST.get(model, ()) else pytest.mark.slow)
-    for model in MODELS
-    for setting in SETTINGS
+    *FAST,
+    *more(
+        *(
+            pytest.param(*each, marks=[NOT_CLOSE] if each[1] == "LoRA" else [])
+            for each in product(MODELS, SETTINGS)
+            if each not in FAST
+        )
+    ),
 ]
 
 
@@ -208,7 +204,6 @@ def expected(model: nn.Module, config: L2LConfig) -> Any:
     return found.report
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("model", "setting"), CASES)
 def test_what_is_held_was_expected(model, setting):
     """The device within 3 %; and each name within a tenth, or within a hundredth of what has names."""
@@ -228,13 +223,7 @@ def test_what_is_held_was_expected(model, setting):
 
 @pytest.mark.parametrize(
     ("model", "off"),
-    [
-        ("llama", 0.01),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gpt2", 0.01), ("mixtral", 0.01), ("bert", 0.04), ("vit", 0.04), ("t5", 0.05))
-        ),
-    ],
+    [("llama", 0.01), *more(("gpt2", 0.01), ("mixtral", 0.01), ("bert", 0.04), ("vit", 0.04), ("t5", 0.05))],
 )
 def test_a_model_that_fits_whole_needs_no_more_than_was_expected(model, off):
     """Of models with other heads, a result of the last layer, and its gradient, are taken to stay for longer."""
@@ -266,13 +255,7 @@ OF_PROCESS = ("total", "simulated device", "Python, libraries and other")
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"cmp": "bf16"}, marks=pytest.mark.slow),
-        {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"},
-    ],
-    ids=str,
+    "options", [{"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"}, *more({}, {"cmp": "bf16"})], ids=str
 )
 def test_the_host_holds_what_was_expected(options):
     model, config = llama().train(), L2LConfig(stash="host", boundary="host", ubatch_size=2, **options)
@@ -281,38 +264,15 @@ def test_the_host_holds_what_was_expected(options):
         assert before[name]["peak"] == pytest.approx(after[name]["peak"], rel=0.01), name
 
 
-def test_dropout_is_counted():
+def test_dropout_is_counted_and_frozen_weights_have_no_sums():
     """A mask of a byte per element, and attention in pieces where the device's kernel has no dropout."""
-    made, config = bert(0.1).train(), L2LConfig(stash="device", ubatch_size=2)
-    before, after = expected(made, config)["device"], measured(made, config)["device"]
-    assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
-
-
-def test_frozen_weights_have_no_sums():
-    model = llama().train()
-    for name, p in model.named_parameters():
+    dropped, frozen = bert(0.1).train(), llama().train()
+    for name, p in frozen.named_parameters():
         p.requires_grad_("layers.3" in name)
     config = L2LConfig(stash="device", ubatch_size=2)
-    before, after = expected(model, config)["device"], measured(model, config)["device"]
-    assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
-
-
-RATES = Rates(flops=1e12, link_up=1e9, link_down=1e9, adamw=1e8, device_adamw=1e9, per_call=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("megabytes", [9, 16, 40])
-@pytest.mark.parametrize("model", ["bert", "llama"])
-def test_a_plan_keeps_within_its_budget(model, megabytes):
-    made, budget = MODELS[model]().train(), megabytes * 10**6
-    run = RunShapes(made, L2LConfig(), inputs(made), optimizer=adamw(made))
-    try:
-        plan = make_plan(run, budget, RATES)
-    except BudgetError as error:
-        assert error.smallest > budget
-        plan = make_plan(run, error.smallest, RATES)
-        budget = error.smallest
-    assert measured(made, plan.config)["device"]["total"]["peak"] <= 1.03 * budget
+    for model in (dropped, frozen):
+        before, after = expected(model, config)["device"], measured(model, config)["device"]
+        assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
 
 
 # ---- of several devices
@@ -341,22 +301,16 @@ def test_each_of_several_devices_has_its_bytes(two, tmp_path):
     assert by_args.rows == 8
     assert totals(by_args) == totals(estimate(model, L2LConfig(device=("sim:0", "sim:1")), adamw(model), rows=8))
     assert list(totals(estimate(model, L2LTrainingArguments(**args, **off, l2l_devices="1"), tokens=8))) == ["device"]
-
-
-def test_devices_that_are_not_here_are_estimated_too(two):
-    found = estimate(bert(), L2LConfig(device=["cuda:0", "cuda:1", "cuda:2"]), rows=8, tokens=8, device="cuda")
-    assert list(totals(found)) == ["device", "cuda:1", "cuda:2"]
+    elsewhere = estimate(bert(), L2LConfig(device=["cuda:0", "cuda:1", "cuda:2"]), rows=8, tokens=8, device="cuda")
+    assert list(totals(elsewhere)) == ["device", "cuda:1", "cuda:2"], "devices that are not here"
 
 
 @pytest.mark.parametrize(("megabytes", "stash"), [(66, "device"), (62, "host")])
-def test_the_stash_of_one_device_decides(megabytes, stash):
+def test_the_stash_of_one_device_decides(megabytes, stash, two):
     """Two of the four layer inputs, of 4 MiB each, are on each of two devices."""
     enable_simulated_accelerator(f"{megabytes}MiB", devices=2)
-    try:
-        inputs = {"input_ids": torch.zeros(64, 128, dtype=torch.long), "labels": torch.zeros(64, dtype=torch.long)}
-        config = L2LConfig(device=("sim:0", "sim:1"), stash="auto", ubatch_size=2)
-        run = RunShapes(bert(), config, inputs, devices=2)
-        assert run.own_input == 2**22 and run.resolved(config)[0] == stash
-        assert RunShapes(bert(), config, inputs).resolved(config)[0] == "host"
-    finally:
-        enable_simulated_accelerator()
+    inputs = {"input_ids": torch.zeros(64, 128, dtype=torch.long), "labels": torch.zeros(64, dtype=torch.long)}
+    config = L2LConfig(device=("sim:0", "sim:1"), stash="auto", ubatch_size=2)
+    run = RunShapes(bert(), config, inputs, devices=2)
+    assert run.own_input == 2**22 and run.resolved(config)[0] == stash
+    assert RunShapes(bert(), config, inputs).resolved(config)[0] == "host"

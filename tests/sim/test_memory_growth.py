@@ -1,16 +1,15 @@
-"""What device memory grows with under L2L, and by how much: the formulas of `benchmarks/memory.py`, at small sizes,
-and marked as slow at those of its tables."""
+"""What device memory grows with under L2L, and by how much: the formulas of `benchmarks/memory.py`, at small sizes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import memory, memory_report
 from benchmarks.memory_runs import Case, measured
+from tiers import more, nightly
 
 TINY = Case("l2l", layers=2, hidden=32, vocab=200, rows=8, tokens=16, ubatch=2)
 LONG = replace(memory.LONG, hidden=32)
@@ -22,19 +21,15 @@ def peaks(case: Case, grows: str, sizes: tuple[int, ...]) -> list[list[int]]:
     return [measured(replace(case, **{grows: size}), SIM)["peaks"] for size in sizes]
 
 
-def slow(*sizes: int) -> Any:
-    return pytest.param(sizes, marks=pytest.mark.slow)
-
-
-@pytest.mark.at_most(0)
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 8), (6, 384)], ids=str)
+@nightly
+@pytest.mark.parametrize("sizes", [(2, 8), (6, 48)], ids=str)
 def test_depth_costs_nothing(sizes):
-    found = peaks(TINY, "layers", sizes)
+    # The comparison of recomputes has some numbers for each layer.
+    found = peaks(replace(TINY, options={"check_recompute": "off"}), "layers", sizes)
     assert all(found[0] == each for each in found), "in the first step and in the second one"
 
 
-@pytest.mark.parametrize("sizes", [(24, 32), slow(32, 64, 256)], ids=str)
+@pytest.mark.parametrize("sizes", [(24, 32), *more((32, 64, 256))], ids=str)
 def test_the_device_batch_costs_ids_labels_and_losses(sizes):
     """Once its tokens fill a few chunks of logits: while one is computed, the hidden states of others travel."""
     first, *others = (each[-1] for each in peaks(TINY, "rows", sizes))
@@ -42,16 +37,15 @@ def test_the_device_batch_costs_ids_labels_and_losses(sizes):
         assert (found - first) / (rows - sizes[0]) == pytest.approx(memory.per_row(TINY, SIM), rel=0.01)
 
 
-@pytest.mark.parametrize("sizes", [(600, 1800), slow(1000, 16000, 128000)], ids=str)
-@pytest.mark.parametrize("hidden", [32, pytest.param(128, marks=pytest.mark.slow)])
-def test_vocabulary_costs_weights_gradients_and_one_chunk_of_logits(sizes, hidden):
+@pytest.mark.parametrize(("hidden", "sizes"), [(32, (600, 1800)), *more((128, (1000, 16000, 128000)))], ids=str)
+def test_vocabulary_costs_weights_gradients_and_one_chunk_of_logits(hidden, sizes):
     case = replace(TINY, hidden=hidden)
     first, *others = (each[-1] for each in peaks(replace(case, rows=24), "vocab", sizes))
     for vocab, found in zip(sizes[1:], others, strict=True):
         assert (found - first) / (vocab - sizes[0]) == pytest.approx(memory.per_word(case, SIM), rel=0.05)
 
 
-@pytest.mark.parametrize("sizes", [(512, 1024, 2048), slow(2**13, 2**15, 2**16)], ids=str)
+@pytest.mark.parametrize("sizes", [(512, 1024, 2048), *more((2**13, 2**15, 2**16))], ids=str)
 def test_tokens_of_a_row_cost_what_one_layer_takes(sizes):
     """In proportion: attention that is fused keeps nothing for pairs of tokens."""
     found = [each[-1] for each in peaks(LONG, "tokens", sizes)]
@@ -60,6 +54,7 @@ def test_tokens_of_a_row_cost_what_one_layer_takes(sizes):
     assert slopes[0] == pytest.approx(memory.per_token(LONG, SIM), rel=0.05)
 
 
+@nightly
 def test_without_l2l_all_of_them_cost():
     """The same cases with the model on the device: activation checkpointing takes activations away, and no weights."""
     for way in ("plain", "checkpointing"):

@@ -1,0 +1,210 @@
+"""What the hardware reaches: measured on the host, kept for the machine, and written as JSON and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_l2l.probe import known, rates
+from hf_l2l.probe.figures import HardwareFigures
+from hf_l2l.probe.rates import Sizes, device_name, probe
+
+TINY = Sizes(copied_bytes=2**16, parameters=2**10, most_rows=64, seconds=0.0)
+
+
+def test_the_figures_of_the_host(monkeypatch):
+    monkeypatch.setattr(rates, "usable_cores", lambda: 4)
+    threads = torch.get_num_threads()
+    figures = probe("cpu", TINY)
+    assert torch.get_num_threads() == threads
+    assert (figures.link_up, figures.link_down, figures.link_up_both, figures.link_down_both) == (None,) * 4
+    assert (figures.device_memory_bytes, figures.page_locked, figures.pageable) == (None, None, {})
+    assert figures.dram > 0
+    assert list(figures.adamw_by_threads) == [1, 2, 4]
+    assert {"fp32", "bf16"} <= figures.flops.keys()
+    assert HardwareFigures.from_json(figures.to_json()) == figures
+
+
+def test_a_rate_is_the_work_of_a_turn_by_the_median_time(monkeypatch):
+    """The first turn is not counted, and one that was disturbed does not matter. Turns are few."""
+    many = itertools.count()
+    rates.median(lambda: float(next(many)), 1e9)
+    assert next(many) == 10
+    times = iter([100.0, 1.0, 50.0, 3.0, 2.0, 2.0])
+    clock = itertools.count(0.0, 0.25)
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: next(clock))
+    assert rates.median(lambda: next(times), 0.3) == 2.5  # of 1, 50, 3 and 2
+    assert list(times) == [2.0]
+
+
+def test_a_dtype_without_products_is_left_out(monkeypatch):
+    made = torch.mm
+
+    def only_fp32(a, b, *, out):
+        if a.dtype != torch.float32:
+            raise RuntimeError("not implemented")
+        return made(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", only_fp32)
+    assert list(probe("cpu", TINY).flops) == ["fp32"]
+
+
+@pytest.mark.parametrize("most", [2**20, 512])
+def test_matrices_grow_until_they_take_long_enough_or_there_is_no_memory(most, monkeypatch):
+    seen = []
+
+    def product(device, dtype, rows):
+        if rows > most:
+            raise torch.OutOfMemoryError("no memory")
+        seen.append(rows)
+        return lambda: 0.001 * (rows / 256) ** 3
+
+    monkeypatch.setattr(rates, "_product", product)
+    assert rates._flops(torch.device("cpu"), torch.float32, Sizes()) == pytest.approx(2 * 256**3 / 0.001)
+    assert seen == [256, 512, 1024][: 2 if most == 512 else 3]
+
+
+def test_the_name_of_the_processor(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\n")
+    assert rates._processor(info) == "A Fast One @ 3 GHz"
+    assert rates._processor(tmp_path / "none") != ""
+    assert device_name(torch.device("cpu")) != ""
+    with pytest.raises(ValueError, match="must be one this machine has"):
+        probe("cuda:7")
+
+
+# ---- figures that are kept
+
+CPU = torch.device("cpu")
+FIGURES = HardwareFigures("a card", 2**30, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11})
+
+
+@pytest.fixture
+def probed(monkeypatch, tmp_path):
+    """The devices that are measured, and a folder of its own for what is kept."""
+    seen: list[torch.device] = []
+
+    def probe(device):
+        torch.rand(1)
+        seen.append(device)
+        return replace(FIGURES, dram=float(len(seen)))
+
+    monkeypatch.delenv(known.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(known, "probe", probe)
+    return seen
+
+
+def test_they_are_measured_once(probed, monkeypatch):
+    before = torch.get_rng_state()
+    assert known.known_figures(CPU) == known.known_figures(CPU) == replace(FIGURES, dram=1.0)
+    assert probed == [CPU] and torch.equal(torch.get_rng_state(), before), "no generator moves"
+    monkeypatch.setattr(known, "usable_cores", lambda: 1234)  # of another machine
+    known.known_figures(CPU)
+    assert len(probed) == 2
+
+
+def test_a_user_without_a_home(probed, tmp_path, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(known.Path, "home", no_home)
+    monkeypatch.setattr(known.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    assert known.known_figures(CPU) == known.known_figures(CPU)
+    assert len(probed) == 1
+    assert known.figures_file(CPU).is_relative_to(tmp_path / "tmp")
+
+
+def test_a_damaged_file_is_measured_again(probed, caplog):
+    file = known.figures_file(CPU)
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        assert known.known_figures(CPU) == known.known_figures(CPU)
+    assert len(probed) == 1
+    assert "measured again" in caplog.text
+
+
+def test_where_nothing_can_be_written_a_warning_says_so(probed, caplog, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING, "hf_l2l"):
+        assert known.known_figures(CPU).dram == 1.0
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_file_of_the_user_is_read_and_nothing_measured(probed, tmp_path, monkeypatch):
+    file = tmp_path / "mine.json"
+    monkeypatch.setenv(known.VARIABLE, str(file))
+    for content in (None, "", "{}"):
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(ValueError, match="figures of the hardware must"):
+            known.known_figures(CPU)
+    file.write_text(FIGURES.to_json())
+    assert known.known_figures(CPU) == FIGURES and probed == []
+
+
+# ---- as JSON
+
+OF_A_GPU = HardwareFigures(
+    device_name="a GPU",
+    device_memory_bytes=80 * 2**30,
+    link_up=5e10,
+    link_down=4.5e10,
+    link_up_both=4e10,
+    link_down_both=3.5e10,
+    dram=1e11,
+    adamw_by_threads={1: 5e8, 8: 2e9},
+    device_adamw=6e10,
+    flops={"fp32": 5e13, "bf16": 7e14},
+    page_locked=True,
+    pageable={"up": 5e9, "down": 4e9, "up_both": 3e9, "down_both": 3e9},
+)
+OF_A_HOST = HardwareFigures("a processor", None, None, None, None, None, 1e10, {1: 1e8}, {"fp32": 1e11})
+
+
+def test_json_gives_the_same_figures():
+    """As they are, and in the output of `hf-l2l env`."""
+    for figures in (OF_A_GPU, OF_A_HOST):
+        assert HardwareFigures.from_json(figures.to_json()) == figures
+        assert list(json.loads(figures.to_json())) == [each.name for each in dataclasses.fields(HardwareFigures)]
+    text = json.dumps({"versions": {}, "probe": json.loads(OF_A_GPU.to_json())})
+    assert HardwareFigures.from_json(text) == OF_A_GPU
+    with pytest.raises(ValueError, match="must have the fields"):  # of a run without --probe
+        HardwareFigures.from_json(json.dumps({"versions": {}, "probe": None}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dram": "fast"}, "dram must be a rate"),
+        ({"dram": 0}, "(got 0)"),
+        ({"dram": True}, "(got True)"),
+        ({"link_up": -1.0}, "link_up must be a rate"),
+        ({"flops": [1]}, "(got [1])"),
+        ({"flops": {"fp32": None}}, "flops must be a rate"),
+        ({"adamw_by_threads": {"few": 1e9}}, "(got 'few')"),
+        ({"page_locked": 1}, "page_locked must be"),
+        ({"speed": 1}, "(got an unknown speed)"),
+        ({"speed": 1, "dram": ...}, "(got an unknown speed and no dram)"),
+        ("{", "must be JSON"),
+        ("[]", "must be a JSON object"),
+    ],
+)
+def test_other_values_are_refused(change, said):
+    text = change
+    if isinstance(change, dict):
+        fields = {**json.loads(OF_A_GPU.to_json()), **change}
+        text = json.dumps({name: value for name, value in fields.items() if value is not ...})
+    with pytest.raises(ValueError) as error:
+        HardwareFigures.from_json(text)
+    assert said in str(error.value) and str(error.value).endswith("write them with: hf-l2l env --probe --json")

@@ -1,0 +1,301 @@
+"""A model run without values: what its parts keep, allocate and compute, and what autocast makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional
+
+from hf_l2l import L2LConfig
+from hf_l2l.compat import FakeTensorMode
+from hf_l2l.model.precision import Precision
+from hf_l2l.plan.run_shapes import RunShapes
+from hf_l2l.shapes.autocast import autocast_region
+from hf_l2l.shapes.fake_memory import FakeMemory, counted
+from hf_l2l.shapes.inputs import example_inputs
+from hf_l2l.shapes.pieces import Traced
+from hf_l2l.shapes.traced import Tracer
+from models import SMALL, bert, llama, t5
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROWS, TOKENS = 4, 6
+A = ROWS * TOKENS * SMALL["hidden_size"] * 4
+"""Bytes of one layer output."""
+
+
+def deep_llama(layers: int) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "num_hidden_layers": layers}, num_key_value_heads=1))
+
+
+def fused(*_: Any) -> bool:
+    return True
+
+
+def traced(model: nn.Module, dtype: torch.dtype | None = None, rows: int = ROWS, **options: Any) -> Traced:
+    return Tracer(model.train(), Precision(model, dtype), fuses=fused).trace(
+        example_inputs(model, rows, TOKENS), **options
+    )
+
+
+@pytest.fixture
+def memory() -> Iterator[FakeMemory]:
+    with counted(FakeTensorMode(), fused) as memory:
+        yield memory
+
+
+def test_memory_lives_as_long_as_its_tensors(memory):
+    a = torch.empty(10, 10)
+    b = a + 1
+    assert (memory.live, memory.peak) == (800, 800)
+    view = b.t()
+    del a, b
+    assert memory.live == 400, "a view keeps the memory"
+    del view
+    assert memory.live == 0 and memory.begin() == 0
+    with memory.not_counting():
+        kept = torch.empty(10)
+    assert memory.live == 0 and kept.shape == (10,)
+
+
+def test_operations_are_counted(memory):
+    found = torch.empty(2, 3, requires_grad=True) @ torch.empty(3, 5)
+    assert memory.flops == 2 * 2 * 3 * 5
+    query = torch.empty(1, 2, 4, 8)
+    memory.begin()
+    functional.scaled_dot_product_attention(query, query, query)
+    assert memory.flops == 2 * (2 * 2 * 4 * 4 * 8) and found.shape == (2, 5)
+
+
+def test_questions_for_values_are_answered(memory):
+    assert bool(torch.empty(3).bool().all()) and torch.empty(()).item() == 1.0
+    mask = functional.one_hot(torch.empty(6, dtype=torch.long), 3)
+    assert len(mask.nonzero()) == 6, "one in each row"
+    assert len(torch.empty(4).bool().nonzero()) == 4 and memory.live > 0
+
+
+@pytest.mark.parametrize(("fuses", "scores"), [(True, False), (False, True)])
+def test_attention_in_one_kernel_keeps_no_scores(fuses, scores):
+    with counted(FakeTensorMode(), lambda *_: fuses) as memory:
+        query = torch.empty(1, 1, 64, 8, requires_grad=True)
+        memory.begin()
+        out = functional.scaled_dot_product_attention(query, query, query)
+        assert (memory.peak >= 64 * 64 * 4) == scores and out.requires_grad
+
+
+def test_dropout_keeps_a_byte_per_element(memory):
+    x = torch.empty(100, requires_grad=True)
+    start = memory.begin()
+    y = functional.dropout(x, 0.1)
+    assert memory.live - start == 400 + 100
+    z = functional.dropout(x, 0.0)
+    assert memory.live - start == 500 and y.shape == z.shape
+
+
+def test_layers_of_one_kind_are_measured_once():
+    found = traced(deep_llama(5))
+    assert len(found.calls) == 5 and len({id(call.layer) for call in found.calls}) == 1
+    [layer] = {call.layer for call in found.calls}
+    assert layer.backward_peak > layer.graph > layer.forward_peak > A
+    assert layer.backward_flops == pytest.approx(3 * layer.forward_flops, rel=0.1)
+    assert [call.outputs[0].num_bytes for call in found.calls] == [A] * 5
+
+
+def test_bytes_grow_with_rows_and_shrink_with_the_dtype():
+    one, two = (traced(llama(), rows=rows).calls[0].layer for rows in (ROWS, 2 * ROWS))
+    assert 1.9 < two.graph / one.graph < 2.1
+    short = traced(llama(), BF16).calls[0].layer
+    assert short.graph < 0.7 * one.graph
+
+
+def test_arguments_that_layers_share_are_one_memory():
+    found = traced(llama())
+    first, second = (call.arguments for call in found.calls)
+    assert first[0].memory != second[0].memory and first[0].needs_gradient
+    assert {a.memory for a in first[1:]} == {a.memory for a in second[1:]}
+
+
+def test_dense_masks_are_known():
+    """Eager attention has a mask with an entry for each query and key."""
+    model = deep_llama(2)
+    model.set_attn_implementation("eager")
+    for call in traced(model).calls:
+        assert [a.shape[-2:] for a in call.arguments if a.is_mask] == [(TOKENS, TOKENS)]
+
+
+def test_what_a_layer_passes_on_unchanged_is_no_new_memory():
+    """T5's layers return the position bias that they were given."""
+    found = traced(t5())
+    encoder = found.calls[1]
+    assert [out.is_new for out in encoder.outputs] == [True, False]
+    assert encoder.outputs[1].memory == encoder.arguments[1].memory
+
+
+def test_below_what_trains_there_is_no_graph():
+    model = deep_llama(3)
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.2" in name)
+    assert [call.in_graph for call in traced(model).calls] == [False, False, True]
+
+
+def test_rows_of_the_head_and_of_tables_are_apart():
+    whole, apart = traced(llama()), traced(llama(), by_rows=True)
+    assert whole.head == 0 and apart.head == A
+    assert len(apart.pieces) == len(whole.pieces) + 1
+    table = SMALL["vocab_size"] * SMALL["hidden_size"] * 4
+    assert apart.pieces[0].backward_peak < table <= whole.pieces[0].backward_peak
+
+
+def test_a_tied_head_makes_the_gradient_of_the_first_piece_wait():
+    """Gradients of the first piece are told in their order: words are read first, and positions later."""
+    tied = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True))
+    table = SMALL["vocab_size"] * SMALL["hidden_size"]
+    found = traced(tied)
+    assert found.late == 4 * table and found.first == [(table, 4 * table, True)]
+    assert traced(llama(tie_word_embeddings=False)).late == 0
+    sizes = [each.numel for each in traced(bert()).first]
+    assert sizes[-1] == table and max(sizes[:-1]) > table
+
+
+def test_inputs_of_models():
+    found = example_inputs(bert(), 3, 5)
+    assert {name: tuple(t.shape) for name, t in found.items()} == {"input_ids": (3, 5), "labels": (3,)}
+    assert {t.device.type for t in found.values()} == {"meta"}
+    assert tuple(example_inputs(llama(), 1, 5)["labels"].shape) == (1, 5)
+    with pytest.raises(ValueError, match="takes no labels"):
+        example_inputs(bert().bert, 1)
+    model = llama()
+    model.main_input_name = "something"
+    with pytest.raises(ValueError, match="takes something"):
+        example_inputs(model, 1)
+
+
+# ---- autocast
+
+
+def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape or (2, 4, 8), dtype=dtype)
+
+
+# What CUDA's autocast makes of each, as torch documents it: of bf16 first, and then of fp32.
+CASES: dict[str, tuple[Callable[[torch.dtype], Any], torch.dtype, torch.dtype]] = {
+    "linear": (lambda d: functional.linear(of(d), of(d, 3, 8)), BF16, BF16),
+    "einsum": (lambda d: torch.einsum("abc,dc->abd", of(d), of(d, 3, 8)), BF16, BF16),
+    "mv": (lambda d: torch.mv(of(d, 3, 8), of(d, 8)), BF16, BF16),
+    "attention": (lambda d: functional.scaled_dot_product_attention(*[of(d, 1, 2, 4, 8)] * 3), BF16, BF16),
+    "layer_norm": (lambda d: functional.layer_norm(of(d), (8,), of(FP32, 8)), FP32, FP32),
+    "nn.RMSNorm": (lambda d: nn.RMSNorm(8)(of(d)), FP32, FP32),
+    "group_norm": (lambda d: functional.group_norm(of(d), 2), FP32, FP32),
+    "softmax": (lambda d: of(d).softmax(-1), FP32, FP32),
+    "functional.softmax": (lambda d: functional.softmax(of(d), dim=-1), FP32, FP32),
+    "softmin": (lambda d: functional.softmin(of(d), dim=-1), FP32, FP32),
+    "softmax as asked": (lambda d: torch.softmax(of(d), -1, dtype=BF16), BF16, BF16),
+    "sum": (lambda d: of(d).sum(), FP32, FP32),
+    "sum as asked": (lambda d: of(d).sum(-1, dtype=BF16), BF16, BF16),
+    "sum of input": (lambda d: torch.sum(input=of(d)), FP32, FP32),
+    "normalize": (lambda d: functional.normalize(of(d), dim=-1), FP32, FP32),
+    "norm": (lambda d: of(d).norm(), FP32, FP32),
+    "mean": (lambda d: of(d).mean(), BF16, FP32),
+    "power": (lambda d: of(d) ** 2, FP32, FP32),
+    "reciprocal": (lambda d: 1 / of(d), FP32, FP32),
+    "rsqrt": (lambda d: torch.rsqrt(of(d)), FP32, FP32),
+    "gelu": (lambda d: functional.gelu(of(d)), BF16, FP32),
+    "cross_entropy": (lambda d: functional.cross_entropy(of(d, 4, 8), torch.zeros(4, dtype=torch.long)), FP32, FP32),
+    "mse_loss": (lambda d: functional.mse_loss(of(d), of(d)), FP32, FP32),
+    "scatter_add": (
+        lambda d: of(d, 4).scatter_add(0, torch.zeros(4, dtype=torch.long), of(FP32, 4)),
+        FP32,
+        FP32,
+    ),
+    "fp64": (lambda d: of(torch.float64).exp(), torch.float64, torch.float64),
+}
+
+
+def test_what_accelerators_cast_is_cast(memory):
+    with autocast_region(BF16):
+        found = {name: (function(BF16).dtype, function(FP32).dtype) for name, (function, *_) in CASES.items()}
+    assert found == {name: (of_short, of_fp32) for name, (_, of_short, of_fp32) in CASES.items()}
+
+
+def test_nothing_is_cast_where_autocast_is_off(memory):
+    def dtypes() -> tuple[torch.dtype, ...]:
+        return of(BF16).softmax(-1).dtype, of(BF16).sum().dtype, functional.linear(of(FP32), of(FP32, 3, 8)).dtype
+
+    with autocast_region(BF16):
+        assert dtypes() == (FP32, FP32, BF16)
+        with torch.autocast("cpu", enabled=False):  # as rotary positions are computed
+            assert dtypes() == (BF16, BF16, FP32)
+    assert dtypes() == (BF16, BF16, FP32)
+
+
+def test_a_cast_weight_is_kept_until_the_region_ends(memory):
+    weight, x = nn.Parameter(of(FP32, 8, 8)), of(BF16, 2, 8)
+    with torch.no_grad():
+        before = memory.live
+        with autocast_region(BF16):
+            for _ in range(2):
+                del [functional.linear(x, weight)][:]
+                assert memory.live == before + 2 * 64
+        assert memory.live == before
+
+
+def test_the_memory_of_cross_entropy(memory):
+    """Logarithms in the dtype of the logits, and once more in fp32, are kept for the backward, where the gradients of
+    both have 4 and 2 bytes per number."""
+    logits, labels = nn.Parameter(of(BF16, 128, 512)), torch.zeros(128, dtype=torch.long)
+    numbers, start = logits.numel(), memory.begin()
+    with autocast_region(BF16):
+        loss = functional.cross_entropy(logits, labels)
+    assert (memory.live - start) // numbers == (memory.peak - start) // numbers == 6
+    memory.begin()
+    loss.backward()
+    assert (memory.peak - start) // numbers == 6 + 4
+
+
+def shapes_of(rows: int = 2, config: L2LConfig | None = None, **options: Any) -> RunShapes:
+    model = llama().train()
+    return RunShapes(model, config or L2LConfig(), example_inputs(model, rows, 8), **options)
+
+
+def test_graphs_keep_weights_that_autocast_has_cast():
+    """Once for each micro-batch; without autocast, a graph grows with its rows alone."""
+    kept = {}
+    for dtype in (None, BF16):
+        run = shapes_of(6, autocast=dtype)
+        for size in (1, 3, 6):
+            found = run.on_device(L2LConfig(ubatch_size=size, stash="device", kept_graphs=1)).phases()
+            kept[dtype, size] = dict(found)["backward of layer 2"]["kept graphs"]
+    matrices = sum(p.numel() for p in llama().model.layers[0].parameters() if p.dim() == 2)  # type: ignore[union-attr, index]
+    assert kept[None, 1] == kept[None, 3] == kept[None, 6] > kept[BF16, 6]
+    assert kept[BF16, 3] - kept[BF16, 6] == 2 * matrices
+    assert kept[BF16, 1] - kept[BF16, 6] == 5 * 2 * matrices
+
+
+def test_autocast_of_the_program_around_the_estimate_is_no_part_of_it():
+    """That of the host, where fakes are."""
+    model = llama().train()
+    inputs, precision = example_inputs(model, 2, 8), Precision(model)
+
+    def peaks(**options: Any) -> list[int]:
+        found = Tracer(model, precision, **options).trace(inputs)
+        return [piece.backward_peak for piece in (*found.pieces, *(call.layer for call in found.calls))]
+
+    plain = peaks()
+    with torch.autocast("cpu", BF16):
+        assert peaks() == plain
+    assert peaks(autocast=BF16) != plain
+
+
+def test_layers_multiply_in_the_dtype_of_autocast():
+    """By which the rate of the device is chosen."""
+    assert shapes_of().multiplies_in is None
+    assert shapes_of(autocast=BF16).multiplies_in == shapes_of(config=L2LConfig(cmp="bf16")).multiplies_in == BF16
+
+
+def test_merged_batches_are_cut_between_them():
+    """Two of three rows each, by two, are four micro-batches, and not three."""
+    assert shapes_of(6, batches=2).costs(L2LConfig(ubatch_size=2, stash="device")).ubatches == 4

@@ -1,0 +1,279 @@
+"""Batches that grow with the critical batch: the same rows, in the same order, in fewer steps; resumed exactly."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+from torch.utils.data import IterableDataset
+
+from accumulated import train
+from devices import DEVICE
+from hf_l2l import L2LBatchGrowth
+from hf_l2l.noise import growth as growth_of
+from hf_l2l.noise import trainer_part
+from hf_l2l.noise.estimate import NoiseScale
+from runs import assert_same_run, assert_same_tensors
+from tiers import more, nightly
+from training import l2l_trainer, rows, tiny_bert
+
+ROWS = 44
+"""In an epoch: 11 batches of 4."""
+RUN: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "ubatch_size": 2,
+    "max_steps": -1,
+    "num_train_epochs": 3,
+    "lr_scheduler_type": "linear",
+    "l2l_log_times": False,
+    "l2l_noise_scale": True,
+    "l2l_noise_scale_every": "1",
+}
+cpu_suffices = nightly if DEVICE != "cpu" else lambda test: test
+"""Of what no device changes: elsewhere than on the CPU, `make test-all` alone runs it."""
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(autouse=True)
+def _looks(monkeypatch):
+    """At each step."""
+    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 1)
+    monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 0)
+
+
+@pytest.fixture
+def critical(monkeypatch):
+    """The critical batch after so many measured steps, in the place of the measured one."""
+    found: dict[int, float] = {}
+
+    def at(self: NoiseScale) -> float:
+        return max((value for step, value in found.items() if step <= self.steps), default=1.0)
+
+    monkeypatch.setattr(NoiseScale, "critical_batch", property(at))
+    return found
+
+
+class Watch(hf.TrainerCallback):
+    """Notes the batches of each step, and its learning rate."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.rates: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(args.gradient_accumulation_steps)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def grown(folder: Path, growth: L2LBatchGrowth | None, **options: Any) -> tuple[hf.Trainer, Watch, list[list[int]]]:
+    """A trainer, what its steps are noted by, and the batches that the model is given."""
+    watch = Watch()
+    callbacks = [watch] if growth is None else [growth, watch]
+    made = l2l_trainer(folder, model=tiny_bert(layers=2), callbacks=callbacks, **{**RUN, **options})
+    made.train_dataset = rows(ROWS)
+    seen: list[list[int]] = []
+    collate = made.data_collator
+
+    def note(given: Any) -> Any:
+        seen.append([row["input_ids"][0] for row in given])
+        return collate(given)
+
+    made.data_collator = note
+    return made, watch, seen
+
+
+@cpu_suffices
+def test_the_same_rows_in_fewer_steps(tmp_path, critical):
+    critical.update({3: 8.0, 5: 100.0})
+    plain, watch, expected = grown(tmp_path, None)
+    plain.train()
+    made, of_growth, seen = grown(tmp_path, L2LBatchGrowth(16))
+    made.train()
+    assert seen == expected and watch.steps == [1] * 33
+    # 8 rows from the fourth batch on, where the batches of the epoch are even; 16 from the eighth on.
+    first, later = [1, 1, 1, 1, 2, 2], [4] * 3
+    assert of_growth.steps == [*first, 4, *later, *later]
+    assert made.state.global_step == made.state.max_steps == 13 and made.state.epoch == 3.0
+    assert made.args.gradient_accumulation_steps == 1
+    # The learning rate of each batch is that of the step with which it was used before.
+    starts = [0, 1, 2, 3, 4, 6, 8, 11, 15, 19, 22, 26, 30]
+    assert of_growth.rates == [watch.rates[start] for start in starts]
+    assert made.lr_scheduler.get_last_lr() == plain.lr_scheduler.get_last_lr() == [0.0, 0.0]
+    # After a step that has doubled the batch, the log has the rows of the next one.
+    logged = [entry["l2l_step_rows"] for entry in made.state.log_history if "loss" in entry]
+    assert logged == [4 * each for each in (*of_growth.steps[1:], of_growth.steps[-1])]
+
+
+BOUNDS = [
+    (16, "sqrt", math.sqrt(2), [1, 1, 1, 1, 2, 2, 4]),
+    (16, "linear", 2.0, [1, 1, 1, 1, 2, 2, 4]),
+    (15, "keep", 1.0, [1, 1, 1, 1, 2, 2, 2, 2]),
+]
+
+
+@pytest.mark.parametrize(
+    ("most", "rule", "factor", "steps"), BOUNDS if DEVICE == "cpu" else [BOUNDS[0], *more(*BOUNDS[1:])]
+)
+def test_a_bound_holds_and_the_learning_rate_is_scaled_by_a_rule(tmp_path, critical, most, rule, factor, steps):
+    critical.update({2: 100.0})
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(most, rule), lr_scheduler_type="constant", num_train_epochs=1)
+    made.train()
+    assert watch.steps == steps
+    assert watch.rates == pytest.approx([1e-3 * factor ** math.log2(each) for each in steps])
+
+
+@cpu_suffices
+def test_batches_grow_with_what_is_measured(tmp_path):
+    """Without anything in the place of the measured scale; and what is logged is what decides."""
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(32), learning_rate=3e-3, num_train_epochs=8)
+    made.train()
+    logged = [entry.get("l2l_critical_batch") for entry in made.state.log_history if "loss" in entry]
+    for step, (before, after) in enumerate(zip(watch.steps, watch.steps[1:], strict=False)):
+        assert after == before or any(each and each >= 8 * before for each in logged[: step + 1])
+    assert len(logged) == len(watch.steps) and watch.steps[-1] > watch.steps[0]
+
+
+@cpu_suffices
+def test_it_looks_once_enough_steps_are_measured(tmp_path, critical, monkeypatch):
+    """At every 8th step, and after each doubling anew."""
+    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 8)
+    monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 20)
+    critical.update({1: 1000.0})
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), num_train_epochs=8, logging_strategy="no")
+    train(made)
+    assert watch.steps.index(2) == 26  # the look after step 24, and then an even batch of the epoch
+    # 20 more after the 24 that had been measured: the look at step 48.
+    assert watch.steps.index(4) >= 48
+
+
+# ---- resumed
+
+
+class Save(hf.TrainerCallback):
+    """Saves as transformers does when a job is about to end (`enable_jit_checkpoint`): in its own `on_step_end`."""
+
+    whole: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.whole._save_checkpoint(self.whole.model, None)
+
+
+@cpu_suffices
+@pytest.mark.parametrize(("saves", "restores"), [("trainer", True), ("callback", False), *more(("trainer", False))])
+def test_it_is_resumed_exactly(tmp_path, critical, saves, restores):
+    critical.update({3: 8.0, 5: 100.0})
+    options: dict[str, Any] = {"restore_callback_states_from_checkpoint": restores, "num_train_epochs": 2}
+    options |= SAVED if saves == "trainer" else {}
+    whole, watch, seen = grown(tmp_path, L2LBatchGrowth(16, "sqrt"), **options)
+    if saves == "callback":
+        Save.whole = whole
+        whole.callback_handler.callbacks.insert(0, Save())
+    train(whole)
+    assert whole.state.global_step == 10
+    for at in (5, *(() if saves == "callback" else (2, 7)), *more(1, 3, 4, 6, 8, 9)):
+        again, later, rest = grown(tmp_path, L2LBatchGrowth(16, "sqrt"), **options)
+        train(again, str(tmp_path / f"checkpoint-{at}"))
+        assert later.steps == watch.steps[at:] and later.rates == watch.rates[at:]
+        assert rest == seen[len(seen) - len(rest) :]
+        if saves == "trainer":
+            assert again.state.max_steps == 10
+            assert_same_run(again, whole)
+        assert_same_tensors(again.model.state_dict(), whole.model.state_dict())
+
+
+@cpu_suffices
+def test_one_that_has_ended_is_not_trained_on(tmp_path, critical, caplog):
+    critical.update({3: 8.0, 5: 100.0})
+    whole, _, _ = grown(tmp_path, L2LBatchGrowth(16), max_steps=20, **SAVED)
+    whole.train()
+    assert whole.state.global_step == 10  # 7, and 3 for the other 9 of 20 batches
+    again, watch, _ = grown(tmp_path, L2LBatchGrowth(16), max_steps=20, **SAVED)
+    train(again, True)
+    assert watch.steps == [] and "the training is finished" in caplog.text
+    longer, watch, _ = grown(tmp_path, L2LBatchGrowth(16), max_steps=33, **SAVED)
+    train(longer, True)
+    assert watch.steps and longer.state.epoch == 3.0
+    first = {"gradient_accumulation_steps": 2, "max_steps": 33}
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=1, with which it began"):
+        train(grown(tmp_path, L2LBatchGrowth(16), **first)[0], True)
+
+
+@cpu_suffices
+def test_it_is_added_to_a_training_that_began_without_it(tmp_path, critical):
+    """In an epoch and at the end of one; and what an earlier training of the same trainer left is forgotten."""
+    grown(tmp_path, None, **SAVED, num_train_epochs=2)[0].train()
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(8), num_train_epochs=2)
+    train(made, str(tmp_path / "checkpoint-11"))
+    assert made.state.epoch == 2.0 and watch.steps == [1] * 11
+    critical.update({2: 8.0})
+    made, watch, _ = grown(tmp_path / "other", L2LBatchGrowth(8), num_train_epochs=2)
+    train(made, str(tmp_path / "checkpoint-14"))
+    assert watch.steps == [1, 2, 2, 2, 2] and made.state.epoch == 2.0
+    train(made)
+    assert watch.steps[5] == 1 and made.state.epoch == 2.0
+    del watch.steps[:]
+    train(made, str(tmp_path / "checkpoint-14"))
+    assert watch.steps == [1, 2, 2, 2, 2]
+
+
+@cpu_suffices
+def test_data_that_are_not_skipped_begin_an_epoch(tmp_path, critical):
+    critical.update({3: 8.0})
+    options = {**SAVED, "ignore_data_skip": True, "num_train_epochs": 2}
+    grown(tmp_path, L2LBatchGrowth(8), **options)[0].train()
+    again, watch, _ = grown(tmp_path, L2LBatchGrowth(8), **options)
+    train(again, str(tmp_path / "checkpoint-5"))
+    assert watch.steps == [2] * 12  # two epochs, the first of them anew
+
+
+# ---- errors
+
+
+class Fail(hf.TrainerCallback):
+    """Raises once, in the first step of so many batches."""
+
+    def __init__(self, batches: int, error: BaseException) -> None:
+        self.batches, self.errors = batches, [error]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.gradient_accumulation_steps == self.batches and self.errors:
+            raise self.errors.pop()
+
+
+@cpu_suffices
+def test_arguments_are_given_back_after_an_error(tmp_path, critical):
+    critical.update({1: 100.0})
+    made, _, _ = grown(tmp_path, L2LBatchGrowth(8))
+    made.add_callback(Fail(2, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert made.args.gradient_accumulation_steps == 1
+
+
+@cpu_suffices
+def test_a_search_for_a_batch_size_begins_with_the_first_batch(tmp_path, critical):
+    critical.update({1: 1000.0})
+    made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), auto_find_batch_size=True, num_train_epochs=1)
+    made.add_callback(Fail(4, RuntimeError("CUDA out of memory.")))
+    train(made)
+    assert watch.steps[watch.steps.index(4) + 1] == 1  # with batches of fewer rows
+    assert made.state.epoch == 1.0 and made.args.gradient_accumulation_steps == 1
+
+
+class Streamed(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(rows(ROWS))
+
+
+@cpu_suffices
+def test_data_of_unknown_length_and_a_bound_below_twice_the_batch_are_refused(tmp_path):
+    for most, data, said in ((8, Streamed(), "a length"), (7, rows(ROWS), "at least twice the rows of a step, 8")):
+        made, _, _ = grown(tmp_path, L2LBatchGrowth(most), max_steps=2)
+        made.train_dataset = data
+        with pytest.raises(ValueError, match=said):
+            made.train()

@@ -1,0 +1,395 @@
+"""The noise scale in trainings: against plain torch, with the bits of a training without it, resumed, refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from accumulated import forwards, made, padded, tiny_llama, train
+from devices import DEVICE
+from hf_l2l import L2LTrainer
+from hf_l2l.noise.estimate import DECAY, Measured, NoiseScale
+from hf_l2l.noise.items import items_of_rows, measured
+from models import vit
+from runs import assert_same_run
+from tiers import more, nightly
+from training import l2l_trainer, rows, tiny_bert, trainer
+
+ON: dict[str, Any] = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
+cpu_suffices = nightly if DEVICE != "cpu" else lambda test: test
+"""Of what no device changes: elsewhere than on the CPU, `make test-all` alone runs it."""
+NAMES = ("l2l_noise_scale", "l2l_critical_batch")
+
+
+def found_by(trained: hf.Trainer) -> NoiseScale:
+    """The averages of a training, as the callback has them that saves them."""
+    [noise] = [each for each in trained.callback_handler.callbacks if type(each).__name__ == "L2LNoiseScale"]
+    return noise.found
+
+
+def noise_logs(of: hf.Trainer) -> list[tuple[Any, ...]]:
+    return [tuple(entry.get(name) for name in NAMES) for entry in of.state.log_history if "loss" in entry]
+
+
+class Recorded:
+    """A data collator that keeps the batches it makes."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate, self.batches = collate, []
+
+    def __call__(self, given: Any) -> Any:
+        self.batches.append(self.collate(given))
+        return self.batches[-1]
+
+    def steps(self, count: int, accumulated: int) -> list[list[Any]]:
+        return [self.batches[n : n + accumulated] for n in range(0, count * accumulated, accumulated)]
+
+
+def in_plain_torch(
+    model: nn.Module, steps: list[list[dict[str, torch.Tensor]]], ubatch: int, *, is_sum: bool
+) -> list[NoiseScale]:
+    """The averages after each step, of a model whose weights do not change. A mean is what transformers before 5.23
+    does not divide by the accumulated batches, since it takes it for a sum over all of them."""
+    model.train()
+    layers = [p for name, p in model.named_parameters() if ".layer" in name]
+    scale, found = NoiseScale(), []
+    factor = 1 if is_sum or hasattr(hf.Trainer, "loss_is_scaled_for_ga") else len(steps[0]) ** 2
+    for batches in steps:
+        whole = sum(sum(items_of_rows(batch, shifts=is_sum)) for batch in batches)
+        parts: list[torch.Tensor] = []
+        about = Measured()
+        for batch in batches:
+            items = items_of_rows(batch, shifts=is_sum)
+            cuts = [(start, min(start + ubatch, len(items))) for start in range(0, len(items), ubatch)]
+            about = about + measured(items, cuts, is_sum=is_sum)
+            for start, stop in cuts:
+                some = {name: value[start:stop] for name, value in batch.items()}
+                loss = model(**some).loss * sum(items[start:stop])
+                loss = loss / (whole if is_sum else sum(items) * len(batches))
+                parts.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, layers)]))
+        squares = sum(float(part.square().sum()) for part in parts)
+        scale.observe(about + Measured(squares=squares), float(sum(parts).norm()))
+        found.append(dataclasses.replace(scale, signal=factor * scale.signal, noise=factor * scale.noise))
+    return found
+
+
+def assert_measured(trained: hf.Trainer, expected: list[NoiseScale], rel: float = 1e-3) -> None:
+    """What was measured after the last step, and what was logged after each."""
+    found, last, logged = found_by(trained), expected[-1], noise_logs(trained)
+    assert found.steps == len(logged) == len(expected) and (found.items, found.rows) == (last.items, last.rows)
+    assert found.noise == pytest.approx(last.noise, rel=rel)
+    assert found.signal == pytest.approx(last.signal, rel=rel, abs=rel * last.noise / last.items)
+    for one, at_step in zip(logged, expected, strict=True):
+        for mine, theirs in zip(one, (at_step.scale, at_step.critical_batch), strict=True):
+            assert rel > 1e-3 or mine == (None if theirs is None else pytest.approx(theirs, rel=1e-2))
+
+
+NO_CLIPPING = {"max_grad_norm": 0.0}
+ON_DEVICES: dict[str, dict[str, Any]] = {
+    "without L2L": {"ubatch_size": None, "l2l_resident": "all", "l2l_kept_graphs": 2, "accumulated": 2},
+    "host stash": {"stash": "host", "l2l_resident_layers": 1, "l2l_kept_graphs": 1},
+    "fp16": {"cmp": "fp16", **NO_CLIPPING},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "serial": {"eps_update": "serial"},
+    "deferred, accumulated": {"eps_update": "deferred", "accumulated": 2},
+    "eager": {"eps_update": "eager", **NO_CLIPPING},
+    "state on disk, bf16": {"l2l_state_tier": "disk", "cmp": "bf16"},
+    **({} if DEVICE == "cpu" else ON_DEVICES),
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_a_mean_loss_against_plain_torch(tmp_path, options):
+    """BERT's loss is a mean over each batch: its batches run one by one."""
+    model, collate = tiny_bert(dropout=0.0, layers=2), Recorded(hf.default_data_collator)
+    accumulated = options.get("accumulated", 1)
+    given = {"ubatch_size": 3, **{name: value for name, value in options.items() if name != "accumulated"}}
+    same = {"learning_rate": 0.0, "gradient_accumulation_steps": accumulated, "max_steps": 2}
+    mine = l2l_trainer(tmp_path, model=copy.deepcopy(model), **same, **given, **ON)
+    mine.data_collator = collate
+    train(mine)
+    expected = in_plain_torch(model, collate.steps(2, accumulated), given["ubatch_size"] or 8, is_sum=False)
+    assert_measured(mine, expected, 0.05 if "cmp" in options else 1e-3)
+
+
+@pytest.mark.parametrize(("merge", "ubatch"), [("auto", None), ("off", 1), *more(("auto", 1), ("off", None))])
+def test_a_sum_over_tokens_against_plain_torch(tmp_path, merge, ubatch):
+    """With one micro-batch in each batch, those of a step are compared with each other."""
+    model, collate = tiny_llama(), Recorded(padded)
+    options = {"learning_rate": 0.0, "ubatch_size": ubatch, "l2l_merge_accumulation": merge, "max_steps": 2, **ON}
+    mine = made(tmp_path, model=copy.deepcopy(model), of_trainer={"data_collator": collate}, **options)
+    train(mine)
+    assert_measured(mine, in_plain_torch(model, collate.steps(2, 4), ubatch or 2, is_sum=True))
+
+
+@cpu_suffices
+def test_batches_of_one_row_with_a_mean_over_tokens(tmp_path):
+    """What the loss is, is told by a batch of one row, too: its weight is that of its batch."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = hf.BertForTokenClassification(hf.BertConfig(vocab_size=60, **sizes, **dropout))
+    data = [
+        {**row, "labels": [-100] * (n % 5) + [token % 2 for token in row["input_ids"][n % 5 :]]}
+        for n, row in enumerate(rows())
+    ]
+    collate = Recorded(hf.default_data_collator)
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "learning_rate": 0.0}
+    mine = l2l_trainer(tmp_path, model=copy.deepcopy(model), max_steps=2, **options, **ON)
+    mine.train_dataset, mine.data_collator = data, collate
+    train(mine)
+    # Items are tokens, and the loss is a mean over those of a batch.
+    steps = [[{**batch, "labels": batch["labels"]} for batch in step] for step in collate.steps(2, 4)]
+    assert found_by(mine).noise == pytest.approx(in_plain_torch(model, steps, 1, is_sum=False)[-1].noise, rel=1e-3)
+
+
+# ---- no bit changes
+
+RUNS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "sampled, of bf16": {"l2l_noise_scale_every": "3", "cmp": "bf16", "l2l_grad_dtype": "16bit"},
+    "kept graphs, eager": {"l2l_kept_graphs": 2, "eps_update": "eager", "max_grad_norm": 0.0},
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_measuring_changes_no_bit(tmp_path, options):
+    """Of weights, state, logs and random numbers: dropout draws in each step."""
+    known = {"ubatch_size": 3, "max_steps": 4}
+    plain = {name: value for name, value in options.items() if not name.startswith("l2l_noise")}
+    without = l2l_trainer(tmp_path, model=tiny_bert(layers=2), **known, **plain)
+    without.train()
+    measuring = l2l_trainer(tmp_path, model=tiny_bert(layers=2), **{**known, **ON, **options})
+    measuring.train()
+    assert_same_run(measuring, without)
+    assert found_by(measuring).steps == (2 if "l2l_noise_scale_every" in options else 4)
+
+
+def test_merged_batches_keep_their_bits(tmp_path):
+    without, measuring = made(tmp_path), made(tmp_path, **ON)
+    seen = [forwards(each) for each in (without, measuring)]
+    for each in (without, measuring):
+        train(each)
+    assert [each.count(8) for each in seen] == [4, 4], "the three steps, and the comparison with batch by batch"
+    assert_same_run(measuring, without)
+    assert all(value is not None for entry in noise_logs(measuring) for value in entry)
+
+
+# ---- which steps are measured
+
+
+@cpu_suffices
+def test_how_often_is_by_the_tokens_of_a_micro_batch(tmp_path):
+    """8 tokens in a row, and 3 rows in a batch: 3,072 tokens take so many. Of inputs that are no tokens, each step is
+    measured."""
+    every = []
+    for ubatch in (None, 2, 1):
+        options = {**ON, "l2l_noise_scale_every": "auto", "gradient_accumulation_steps": 2, "max_steps": 1}
+        mine = l2l_trainer(tmp_path, ubatch_size=ubatch, per_device_train_batch_size=3, **options)
+        train(mine)
+        [noise] = [each for each in mine.callback_handler.callbacks if type(each).__name__ == "L2LNoiseScale"]
+        every.append(noise.every)
+        assert noise.found.steps == 1
+    assert every == [128, 192, 384]
+    mine = l2l_trainer(tmp_path, model=vit(), ubatch_size=2, max_steps=2, l2l_noise_scale=True)
+    images = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    mine.train_dataset = [{"pixel_values": each, "labels": n % 2} for n, each in enumerate(images)]
+    mine.train()
+    assert found_by(mine).steps == 2
+
+
+def test_steps_whose_gradients_are_not_finite_are_left_out(tmp_path):
+    """A first loss that is not finite is not taken for one that couples rows: the next batch tells what it is."""
+    mine = l2l_trainer(tmp_path, ubatch_size=2, l2l_nonfinite="skip", max_steps=4, **ON)
+    weight = mine.model.classifier.weight
+    before = weight.detach().clone()
+
+    class Mend(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with torch.no_grad():
+                weight.copy_(before)
+
+    def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return output * float("inf") if mine.state.global_step == 2 and module.training else None
+
+    with torch.no_grad():
+        weight.fill_(float("inf"))
+    mine.model.bert.encoder.layer[0].output.dense.register_forward_hook(spoil)
+    mine.add_callback(Mend())
+    mine.train()
+    assert found_by(mine).steps == 2
+
+
+@cpu_suffices
+def test_a_step_that_is_given_up_is_measured_with_the_next(tmp_path):
+    """Its gradients are added to those of the next one, as without L2L."""
+
+    class GiveUp(hf.TrainerCallback):
+        has_given_up = False
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_epoch_stop = state.global_step == 1 and not self.has_given_up
+            self.has_given_up = state.global_step == 1
+            return control
+
+    options = {"ubatch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 0.0}
+    mine = l2l_trainer(tmp_path, callbacks=[GiveUp()], **options, **ON)
+    train(mine)
+    average = 0.0
+    for rows_of_step in (16, 24, 16, 16):
+        average = DECAY * average + (1 - DECAY) * rows_of_step
+    assert found_by(mine).steps == 4 and found_by(mine).rows == pytest.approx(average)
+
+
+@cpu_suffices
+def test_what_measures_nothing_is_told(tmp_path, caplog):
+    """Each batch has fewer rows than a micro-batch may have; or no layer is streamed."""
+    mine = l2l_trainer(tmp_path, ubatch_size=4, **ON)
+    mine.train_dataset = rows(4)
+    with caplog.at_level(logging.WARNING):
+        mine.train()
+    assert caplog.text.count("measures nothing so far") == 1 and found_by(mine).steps == 0
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 2)
+
+        def forward(self, input_ids: Any = None, labels: Any = None, **_: Any) -> dict[str, torch.Tensor]:
+            logits = self.linear(input_ids.float())
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no stack of layers"):
+        mine = l2l_trainer(tmp_path, model=Linear(), max_steps=1, **ON)
+        mine.train()
+    assert "layers that are streamed: none is" in caplog.text
+    assert not any(name in entry for entry in mine.state.log_history for name in NAMES)
+
+
+@cpu_suffices
+def test_a_log_of_the_program_reads_nothing(tmp_path):
+    """Of several ranks, one alone may log: nothing waits for the others. Each training begins without averages."""
+
+    class Log(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            mine.log({"loss": 1.0})
+            assert found_by(mine).steps == 0
+
+    mine = l2l_trainer(tmp_path, ubatch_size=2, logging_steps=10, max_steps=2, callbacks=[Log()], **ON)
+    for _ in range(2):
+        mine.train()
+        assert found_by(mine).steps == 2
+
+
+# ---- resumed
+
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "ubatch_size": 2, "max_steps": 6}
+
+
+def resumed(folder: Path, at: int, **options: Any) -> L2LTrainer:
+    again = l2l_trainer(folder, **SAVED, **options)
+    again.train(resume_from_checkpoint=str(folder / f"checkpoint-{at}"))
+    return again
+
+
+@cpu_suffices
+def test_it_is_resumed(tmp_path):
+    """Whatever becomes of other callbacks; how often may change."""
+    every_2 = {**ON, "l2l_noise_scale_every": "2"}
+    whole = l2l_trainer(tmp_path, **SAVED, **every_2)
+    whole.train()
+    for restores in (True, False):
+        again = resumed(tmp_path, 2, restore_callback_states_from_checkpoint=restores, **every_2)
+        assert found_by(again) == found_by(whole) and found_by(again).steps == 3
+        assert noise_logs(again) == noise_logs(whole)
+    assert found_by(resumed(tmp_path, 4, **ON)).steps == 2 + 2
+
+
+@cpu_suffices
+def test_a_training_without_it_is_resumed_with_it_and_back(tmp_path):
+    l2l_trainer(tmp_path, **SAVED).train()
+    mine = resumed(tmp_path, 2, **ON)
+    assert found_by(mine).steps == 4
+    back = resumed(tmp_path, 4)
+    assert_same_run(back, mine)
+    assert all(value is None for entry in noise_logs(back)[-2:] for value in entry)
+
+
+# ---- losses and models
+
+
+@cpu_suffices
+def test_a_trainer_may_have_a_loss_of_its_own(tmp_path):
+    class Mine(L2LTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    found = []
+    for kind in (Mine, L2LTrainer):
+        each = trainer(kind, tmp_path, ubatch_size=2, max_steps=2, **ON)
+        each.train()
+        found.append(found_by(each))
+    assert found[0] == found[1]
+
+
+def with_loss(loss_of: Callable[[Any, Any], Any], folder: Path) -> hf.Trainer:
+    class Mine(L2LTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            loss, outputs = loss_of(model, inputs)
+            return (loss, outputs) if return_outputs else loss
+
+    return trainer(Mine, folder, ubatch_size=2, **ON)
+
+
+def coupled(model: Any, inputs: Any) -> Any:
+    outputs = model(**inputs)
+    return outputs.loss + 1000 * outputs.logits.var(0).sum(), outputs
+
+
+def doubled(model: Any, inputs: Any) -> Any:
+    outputs = model(**{name: torch.cat([value, value]) for name, value in inputs.items()})
+    return outputs.loss, outputs
+
+
+def routers(folder: Path) -> hf.Trainer:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.MixtralConfig(
+        vocab_size=60, num_key_value_heads=1, num_local_experts=2, output_router_logits=True, **sizes
+    )
+    return made(folder, model=hf.MixtralForCausalLM(config), ubatch_size=1, **ON)
+
+
+def shared(folder: Path) -> hf.Trainer:
+    model = tiny_bert(layers=2)
+    first, second = model.bert.encoder.layer
+    second.output.dense.weight = first.output.dense.weight
+    return l2l_trainer(folder, model=model, ubatch_size=2, **ON)
+
+
+@cpu_suffices
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: with_loss(coupled, folder), "sum or a mean"),
+        (lambda folder: with_loss(doubled, folder), "got 16 rows in a layer for a batch of 8"),
+        (routers, "routers"),
+        (shared, "a weight of several layers"),
+    ],
+    ids=["coupled", "other rows", "routers", "shared"],
+)
+def test_losses_and_models_that_do_not_tell_it_are_refused(make, said, tmp_path):
+    """Before a weight has changed."""
+    mine = make(tmp_path)
+    before = {name: value.to("cpu", copy=True) for name, value in mine.model.state_dict().items()}
+    with pytest.raises(ValueError, match=said):
+        train(mine)
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in mine.model.state_dict().items())
