@@ -1,0 +1,330 @@
+"""Lines that say where the program is, and traces of a raw loop, on every device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.engine.relay import Relay
+from hf_l2l.engine.splitting import Splitter
+from hf_l2l.engine.sweeps import InputGradients
+from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
+from runs import assert_same_run, attach, train
+from tiers import combinations
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are logged after a moment."""
+    monkeypatch.setattr(stall_log, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(worker, "_POLL_S", 0.02)
+
+
+def stall_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hf_l2l stall log"]
+
+
+def said(caplog: pytest.LogCaptureFixture, lines: int, within_s: float = 60.0) -> None:
+    """Return when so many lines are logged, as something does that takes long."""
+    end = time.monotonic() + within_s
+    while len(caplog.records) < lines and time.monotonic() < end:
+        time.sleep(0.005)
+    assert len(caplog.records) >= lines
+
+
+def assert_lines(caplog: pytest.LogCaptureFixture, pattern: str) -> None:
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) >= 2 and all(re.fullmatch(pattern, line) for line in found), found
+
+
+class Acting(nn.Module):
+    """A layer that calls `acts` when it computes."""
+
+    def __init__(self, acts: Callable[[], None]) -> None:
+        super().__init__()
+        self.weight, self.acts = nn.Parameter(torch.ones(1)), acts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.acts()
+        return x * self.weight
+
+
+class Blocks(nn.Module):
+    """Two layers, and a head that calls `head`."""
+
+    def __init__(self, acts: Callable[[], None], head: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Acting(acts), Acting(acts)]), head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.head()
+        return x.sum()
+
+
+class CallsSGD(torch.optim.SGD):
+    """Calls `acts` when it steps."""
+
+    acts: Callable[[], None] = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.acts()
+        super().step(closure)
+
+
+def attached(model: nn.Module, device: str) -> torch.optim.Optimizer:
+    eps = attach_l2l(model, L2LConfig(device=device, layer_classes=("Acting",), eps_update="serial"))
+    return eps.wrap(CallsSGD(model.parameters(), lr=0.1))
+
+
+def test_a_first_step_says_where_it_is_and_no_other_does(soon, caplog, device):
+    waits = True
+
+    def until_said() -> None:
+        if waits:
+            said(caplog, len(caplog.records) + 2)
+        else:
+            time.sleep(0.3)
+
+    model = Blocks(until_said, head=until_said)
+    optimizer = attached(model, device)
+    optimizer.acts = until_said
+    model(torch.ones(2, 1)).backward()
+    optimizer.step()
+    lines = [re.sub(r"\d+ s", "1 s", record.getMessage()) for record in caplog.records]
+    places = [place for place, after in zip(lines, [*lines[1:], ""], strict=True) if place != after]
+    assert places == [
+        "forward, layer 1 of 2 (blocks.0), 1 s into this forward",
+        "forward, layer 2 of 2 (blocks.1), 1 s into this forward",
+        "forward, non-layer modules, after layer 2 of 2 (blocks.1), 1 s into this forward",
+        "backward, layer 2 of 2 (blocks.1), 1 s into this backward",
+        "backward, layer 1 of 2 (blocks.0), 1 s into this backward",
+        "the update of all layers, 1 s so far",
+    ]
+    waits = False
+    caplog.clear()
+    model(torch.ones(2, 1)).backward()
+    optimizer.step()
+    assert not caplog.records
+
+
+def test_an_evaluation_says_nothing_and_is_no_first_step(soon, caplog, device):
+    model = Blocks(lambda: time.sleep(0.3))
+    attached(model, device)
+    with torch.no_grad():
+        model(torch.ones(2, 1))
+    assert not caplog.records
+    model(torch.ones(2, 1)).backward()
+    assert_lines(caplog, r"(forward|backward), layer [12] of 2 \(blocks.[01]\), \d+ s into this \1")
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets so many virtual seconds pass; after each of them, the program is looked at."""
+    now, at = 0.0, set()
+
+    def passes(seconds: int) -> None:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            for each in list(at):
+                each.log_if_due()
+
+    def register(each: stall_log.StallLog, *, active: bool) -> None:
+        (at.add if active else at.discard)(each)
+
+    clock = types.SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
+    monkeypatch.setattr(stall_log, "time", clock)
+    monkeypatch.setattr(stall_log._StallThread, "register", register)
+    return passes
+
+
+def test_a_pause_between_forward_and_backward_says_nothing(passes, caplog, device):
+    model = Blocks(lambda: passes(1))
+    optimizer = attached(model, device)
+    loss = model(torch.ones(2, 1))
+    passes(60)
+    loss.backward()
+    passes(60)
+    optimizer.step()
+    passes(60)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["with backward", "forward only"])
+def test_sweeps_that_are_never_stepped_after_are_timed_one_by_one(backward, passes, caplog, device):
+    """As in a loop that looks at gradients; each of them ends long before a line is due."""
+    takes = 1
+    model = Blocks(lambda: passes(takes))
+    attached(model, device)
+    for number in range(31):
+        takes = 12 if number == 30 else 1
+        assert not caplog.records
+        loss = model(torch.ones(2, 1))
+        if backward:
+            loss.backward()
+    assert [record.getMessage() for record in caplog.records] == [
+        "forward, layer 1 of 2 (blocks.0), 10 s into this forward",
+        "forward, layer 2 of 2 (blocks.1), 20 s into this forward",
+        "backward, layer 2 of 2 (blocks.1), 10 s into this backward",
+        "backward, layer 1 of 2 (blocks.0), 20 s into this backward",
+    ][: 4 if backward else 2]
+
+
+def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
+    """Learning how to split it, uploading it, receiving its gradients; what comes between layers tells after which."""
+
+    def before(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            passes(20)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    before(Splitter, "split_for")
+    before(Relay, "_weights")
+    before(InputGradients, "__init__")
+    before(EagerParamServer, "receive")
+    model = Blocks(lambda: None, head=lambda: passes(10))
+    attached(model, "cpu")
+    model(torch.ones(2, 1)).backward()
+    first, second = "layer 1 of 2 (blocks.0)", "layer 2 of 2 (blocks.1)"
+    forward = [(first, (10, 20, 30, 40)), (second, (50, 60, 70, 80)), (f"non-layer modules, after {second}", (90,))]
+    backward = [(second, (10, 20, 30, 40, 50, 60)), (first, (70, 80, 90, 100, 110, 120))]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{sweep}, {place}, {seconds} s into this {sweep}"
+        for sweep, places in (("forward", forward), ("backward", backward))
+        for place, times in places
+        for seconds in times
+    ]
+
+
+def test_an_update_that_failed_is_not_said_to_go_on(soon, caplog, device):
+    def fail() -> None:
+        raise MemoryError("no room for moments")
+
+    model = Blocks(lambda: None)
+    optimizer = attached(model, device)
+    optimizer.acts = fail
+    model(torch.ones(2, 1)).backward()
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    time.sleep(0.5)
+    assert not caplog.records
+
+
+def test_one_thread_looks_and_ends_and_keeps_no_model_alive(monkeypatch, device):
+    def wait_until_none() -> None:
+        end = time.monotonic() + 60.0
+        while stall_threads() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(stall_log, "INTERVAL_S", 0.2)
+    wait_until_none()
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    model = Blocks(lambda: None)
+    attached(model, device)
+    for _ in range(3):
+        model(torch.ones(2, 1)).backward()
+    assert len([thread for thread in started if thread.name == "hf_l2l stall log"]) == 1
+    model(torch.ones(2, 1))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    wait_until_none()
+    assert not stall_threads()
+
+
+def test_a_wait_says_so_again_and_again(soon, caplog):
+    """For the device, and for an update."""
+
+    def point(synchronize: Callable[[], None], is_reached: bool = False) -> stream.Point:
+        event = types.SimpleNamespace(query=lambda: is_reached, synchronize=synchronize)
+        return stream.Point(event, types.ModuleType("device"), torch.device("meta"))
+
+    stream.wait(point(lambda: said(caplog, 2)), "gradients are there", host=True)
+    assert_lines(caplog, r"waiting for the device, \d+ s so far: gradients are there")
+    for thread in stall_threads():
+        thread.join(60.0)  # it ends a moment after the wait
+    threads: list[threading.Thread] = []
+    stream.wait(point(lambda: threads.extend(stall_threads()), True), "gradients are there", host=True)
+    assert not stall_threads() and not threads  # there is none for a point that has been reached
+    caplog.clear()
+    background, task = worker.Worker(), worker.Task("the update of blocks.3")
+    background.submit(task, lambda: said(caplog, 2))
+    task.wait(wait_reasons.WEIGHTS_UPDATED)
+    assert_lines(caplog, r"waiting for the update of blocks.3, \d+ s so far")
+    background.close()
+
+
+# ---- traces
+
+
+def read(file: Path) -> list[tuple[str, str, float, float]]:
+    """The spans of a trace as (row, name, start, end), in microseconds."""
+    events = json.loads(file.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    return [(rows[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+
+
+def test_a_raw_loop_writes_every_step(tmp_path, device):
+    """And keeps nothing without a trace."""
+    file = tmp_path / "trace.json"
+    model, eps, optimizer, batch = attach(trace=str(file), eps_update="serial")
+    names = [f"blocks.{i}" for i in range(3)]
+    sweeps = [f"forward {n}" for n in names] + [f"backward {n}" for n in reversed(names)]
+    for step in (1, 2):
+        for _ in range(2):  # two batches, one step
+            model(**batch).loss.backward()
+        optimizer.step()
+        eps.synchronize()
+        eps.timeline.collect()
+        spans = read(file)
+        computed = [name for row, name, *_ in sorted(spans, key=lambda span: span[2]) if row == "compute"]
+        assert computed == sweeps * 2 * step
+        assert [row for row, *_ in spans].count("steps") == step
+        assert [row for row, *_ in spans].count("host update") == step
+        assert all(start < end for *_, start, end in spans)
+        assert ("upload" in {row for row, *_ in spans}) == (device != "cpu")
+    assert min(start for *_, start, _ in spans) == 0.0
+    detach_l2l(model)
+    model.to("cpu")(**batch).loss.backward()
+    assert read(file) == spans
+    model, eps, optimizer, batch = attach()
+    model(**batch).loss.backward()
+    optimizer.step()
+    eps.synchronize()
+    assert not eps.timeline.is_watched and not eps.timeline.pending and eps.timeline.averages() is None
+
+
+@pytest.mark.parametrize(
+    ("update", "options"),
+    combinations(["deferred", "eager"], [{}, {"stash": "host", "ubatch_size": 3}, {"prefetch": False}]),
+)
+def test_looking_changes_no_bit(update, options, tmp_path, device):
+    expected = train(steps=2, eps_update=update, **options)
+    assert_same_run(train(steps=2, eps_update=update, trace=str(tmp_path / "trace.json"), **options), expected)

@@ -1,0 +1,132 @@
+"""`hf-l2l env`: a report of the machine that names what fails, and tells no secrets."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+from importlib.metadata import version
+
+import pytest
+
+import hf_l2l
+from cli_models import ran, refused
+from hf_l2l import surroundings
+from hf_l2l.memory import host_limits
+from hf_l2l.probe import rates
+from hf_l2l.probe.figures import HardwareFigures
+from hf_l2l.probe.rates import Sizes
+
+PARTS = ["versions", "unsupported", "system", "devices", "page_locking", "host", "variables", "probe"]
+
+
+def test_the_report(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    monkeypatch.setattr(surroundings, "PACKAGES", ("torch", "hf_l2l", "surely-not-installed"))
+    told = ran(capsys, "env", "--json")
+    found = told.json
+    assert list(found) == PARTS
+    assert found["versions"]["torch"] == version("torch") and found["versions"]["hf_l2l"] == hf_l2l.__version__
+    assert found["versions"]["surely-not-installed"] is None
+    assert found["unsupported"] is None and found["probe"] is None
+    assert found["devices"] == [] and found["page_locking"]["works"] is None
+    assert found["host"]["usable_cores"] <= found["host"]["cores"]
+    assert 0 < found["host"]["available_bytes"] <= found["host"]["total_bytes"]
+    text = ran(capsys, "env").out
+    assert f"\n  torch: {version('torch')}\n" in text and "\n  surely-not-installed: -\n" in text
+    assert "devices:\n  none: layers run on the CPU\n" in text
+    assert "\n  total: " in text and "GiB\n" in text and "probe:" not in text
+    assert "hf_very_secret" not in text + told.out
+
+
+def test_versions_that_are_not_supported(monkeypatch, capsys):
+    """Other commands refuse them."""
+    monkeypatch.setattr(hf_l2l, "_TESTED", {"torch": ("98", "99")})
+    assert "needs torch 98 or newer" in ran(capsys, "env", "--json").json["unsupported"]
+    assert "unsupported:\n  hf_l2l" in ran(capsys, "env").out
+
+
+def test_a_part_that_fails_does_not_end_the_report(monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(surroundings, "devices", broken)
+    found = ran(capsys, "env", "--json")
+    assert found.status == 0 and found.json["devices"] == "failed: RuntimeError: the driver is gone"
+    assert "devices:\n  failed: RuntimeError: the driver is gone\n" in ran(capsys, "env").out
+
+
+def test_variables_without_secrets():
+    told = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HF_HOME": "folder",
+        "HF_L2L_SKIP_MEMORY_CHECK": "1",
+        "OMP_NUM_THREADS": "4",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    secret = {"HF_TOKEN": "hf_abc", "HF_API_KEY": "abc", "CUDA_SECRET": "s", "HF_password": "p", "PATH": "/bin"}
+    given = {**told, **secret, "HF_ENDPOINT": "https://me:word@mirror/x"}
+    assert surroundings.variables(given) == {**told, "HF_ENDPOINT": "https://***@mirror/x"}
+
+
+def test_the_revision_of_a_checkout(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        names = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(["git", *names, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    package = tmp_path / "hf_l2l"
+    package.mkdir()
+    (package / "a.py").write_text("1")
+    monkeypatch.setattr(surroundings, "__file__", str(package / "surroundings.py"))
+    assert surroundings.versions()["revision"] is None
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "--short=12", "HEAD")
+    assert surroundings.versions()["revision"] == head
+    (package / "a.py").write_text("2")
+    assert surroundings.versions()["revision"] == f"{head}+"
+
+
+def test_the_probe(monkeypatch, capsys):
+    """Its figures can be read again."""
+    monkeypatch.setattr(rates, "Sizes", lambda: Sizes(2**16, 2**10, 64, 0.0))
+    found = ran(capsys, "env", "--probe", "--json")
+    figures = HardwareFigures.from_json(found.out)
+    assert figures.link_up is None and figures.dram > 0
+    assert json.loads(figures.to_json()) == found.json["probe"]
+    text = ran(capsys, "env", "--probe", "--device", "cpu").out
+    assert " FLOP/s" in text and " parameters/s" in text and "\n  link_up: -\n" in text
+
+
+def test_devices_that_cannot_be_probed(capsys):
+    assert "without --probe" in refused(capsys, "env", "--device", "cpu")
+    assert "one this machine has (got cuda:7)" in refused(capsys, "env", "--probe", "--device", "cuda:7")
+    assert "must name a torch device (got 'gpu'" in refused(capsys, "env", "--probe", "--device", "gpu")
+
+
+# ---- limits of the process
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("max", None), (str(2**63 - 4096), None), ("1048576", 2**20), ("", None)]
+)
+def test_the_limit_of_a_control_group(tmp_path, monkeypatch, text, number):
+    (tmp_path / "memory.max").write_text(text)
+    groups = [(tmp_path, "memory.max", ""), (tmp_path / "none", "memory.max", "")]
+    monkeypatch.setattr(host_limits, "_control_groups", lambda: iter(groups))
+    assert host_limits.group_bytes() == number
+
+
+@pytest.mark.parametrize(("text", "cores"), [("max 100000", None), ("150000 100000", 1.5), ("", None)])
+def test_the_cores_of_a_control_group(tmp_path, monkeypatch, text, cores):
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(host_limits, "_control_groups", lambda: iter([(tmp_path, "memory.max", "")]))
+    assert host_limits.group_cores() == cores
+
+
+def test_limits_of_locked_memory(monkeypatch):
+    for limit, found in ((resource.RLIM_INFINITY, None), (2**16, 2**16)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, 2**20))
+        assert surroundings.page_locking()["limit_bytes"] == found

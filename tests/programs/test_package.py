@@ -1,0 +1,257 @@
+"""The package imports fast, says which versions it needs, has the names it promises, and is packed whole."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import warnings
+import zipfile
+from email.message import Message
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import hf_l2l
+from tiers import more
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NAMES = [
+    "EagerParamServer",
+    "EngineFailedError",
+    "L2LArgumentsMixin",
+    "L2LBatchGrowth",
+    "L2LCallback",
+    "L2LConfig",
+    "L2LTrainer",
+    "L2LTrainerMixin",
+    "L2LTrainingArguments",
+    "Lamb",
+    "NonFiniteError",
+    "RankFailedError",
+    "attach_l2l",
+    "copy_as",
+    "detach_l2l",
+    "estimate",
+    "load_once",
+    "make_l2l_arguments",
+    "make_l2l_trainer",
+]
+
+
+def test_public_names():
+    assert sorted(hf_l2l.__all__) == NAMES
+    for name in NAMES:
+        assert callable(getattr(hf_l2l, name)), name
+    names: dict[str, object] = {}
+    exec("from hf_l2l import *", names)
+    assert sorted(names.keys() - {"__builtins__"}) == NAMES
+    with pytest.raises(AttributeError, match="module 'hf_l2l' has no attribute 'L2LTrianer'"):
+        _ = hf_l2l.L2LTrianer
+    with pytest.raises(ImportError, match="cannot import name 'L2LTrianer'"):
+        from hf_l2l import L2LTrianer  # noqa: F401
+
+
+FRESH = """
+import sys, hf_l2l
+heavy = ["torch", "transformers", "accelerate", "transformers.trainer", "transformers.training_args", "datasets"]
+print([name for name in [*heavy, "evaluate", "hf_l2l.testing"] if name in sys.modules])
+hf_l2l._TESTED = {"torch": ("98", "99")}
+try:
+    from hf_l2l import L2LConfig
+except ImportError as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+
+
+def test_importing_the_package_imports_nothing_else_and_versions_are_checked_at_the_first_name():
+    """So that `hf-l2l env` says what is installed, whatever of it is broken."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FRESH],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported, refused, has_torch = ran.stdout.splitlines()
+    assert (imported, has_torch) == ("[]", "False")
+    assert refused.startswith(f"hf_l2l {hf_l2l.__version__} needs torch 98 or newer (found ")
+
+
+# ---- versions
+
+
+def test_versions_that_were_tested_pass_and_older_ones_are_refused(recwarn, monkeypatch):
+    """They are compared as numbers."""
+    hf_l2l._check_versions(hf_l2l._TESTED)
+    hf_l2l._check_versions({})
+    assert not recwarn
+    with pytest.raises(ImportError, match="needs torch 98.0 or newer .* pip install 'torch>=98.0'"):
+        hf_l2l._check_versions({"torch": ("98.0", "99.0")})
+    found = {"torch": "2.11"}
+    monkeypatch.setattr(hf_l2l, "_version", found.__getitem__)
+    hf_l2l._check_versions({"torch": ("2.11", "2.13")})
+    found["torch"] = "2.9"
+    with pytest.raises(ImportError, match=r"\(found 2\.9\)"):
+        hf_l2l._check_versions({"torch": ("2.11", "2.13")})
+
+
+def test_a_newer_version_is_tried_with_one_warning(monkeypatch):
+    found = {"torch": "2.13.1+cpu"}
+    monkeypatch.setattr(hf_l2l, "_version", found.__getitem__)
+    hf_l2l._check_versions({"torch": ("2.11", "2.13")})
+    found["torch"] = "2.14.0"
+    hf_l2l._warn_once.cache_clear()
+    said = r"torch 2\.14\.0 \(tested: 2\.11 to 2\.13\), Python 3\.99 .*pip install 'torch==2\.13\.\*', and use Python"
+    with pytest.warns(UserWarning, match=said):
+        hf_l2l._check_versions({"torch": ("2.11", "2.13")}, python=(3, 99))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_l2l._check_versions({"torch": ("2.11", "2.13")}, python=(3, 99))
+
+
+def test_versions_and_addresses_are_the_same_everywhere():
+    requirements = (ROOT / "pyproject.toml").read_text()
+    for package, (lowest, _) in hf_l2l._TESTED.items():
+        assert f'"{package}>={lowest}"' in requirements
+    assert PROJECT["version"] == hf_l2l.__version__ and version("torch")
+    versions = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    assert versions == ["3.11", "3.12", "3.13"] and PROJECT["requires-python"] == ">=3.11"
+    assert "v >= (3, 11) or" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    # Links of the README lead somewhere on the index, too, where no file of the project lies beside it.
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    home = PROJECT["urls"]["Repository"].removeprefix("https://github.com/")
+    assert {"https"} == {link.partition(":")[0] for link in links}
+    for link in links:
+        if "github" in link:
+            pages = (f"https://github.com/{home}/{kind}/main/" for kind in ("blob", "tree"))
+            places = (*pages, f"https://raw.githubusercontent.com/{home}/main/")
+            [rest] = [link.removeprefix(place) for place in places if link.startswith(place)]
+            assert (ROOT / rest.partition("#")[0]).exists()
+
+
+# ---- make
+
+
+def test_tests_and_what_they_start_see_no_gpu():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    tests = [f"{name}-on-{device}" for name in ("test", "test-all", "test-oldest") for device in ("cpu", "sim")]
+    for target in (*tests, "test-gpu"):
+        call = ["make", "-n", "-o", ".venv/ready", "-o", ".venv-oldest/ready", target]
+        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
+        commands = [line for line in done.stdout.splitlines() if " -m pytest " in line]
+        assert commands and all(("CUDA_VISIBLE_DEVICES= " in each) == (target in tests) for each in commands)
+
+
+@pytest.mark.parametrize("minor", [10, 11, *more(12, 14)])
+@pytest.mark.parametrize(
+    ("target", "variable"),
+    [("demo", "VENV"), *more(("test-oldest", "OLDEST"), ("test-clients", "CLIENTS")), ("docs", "DOCS")],
+)
+def test_make_refuses_another_python_before_it_downloads(target, variable, minor, tmp_path):
+    python, refused = tmp_path / "python", minor < 11
+    program = f"import sys; sys.version_info = (3, {minor}, 0); exec(sys.argv[2])"
+    # What follows the check, `python -m venv`, fails, so that nothing is downloaded.
+    other = 'echo "made an environment"; exit 3'
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || {{ {other}; }}\nexec {sys.executable} -c "{program}" "$@"\n')
+    python.chmod(0o755)
+    call = ["make", "-s", "-C", str(ROOT), f"PYTHON={python}", f"{variable}={tmp_path / 'venv'}", target]
+    ran = subprocess.run(call, capture_output=True, text=True, timeout=60)
+    assert ran.returncode != 0 and not (tmp_path / "venv").exists()
+    assert ("made an environment" in ran.stdout) != refused
+    assert (f"needs Python 3.11 or newer ({python} is 3.{minor})" in ran.stderr) == refused
+
+
+# ---- what is packed
+
+NOT_PACKED = shutil.ignore_patterns(
+    *(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "*.pyc", "PKG-INFO", "setup.cfg"),
+    *("build", "dist", "site", "output", "*_output", "tmp_trainer", "soak_results", "gpu_rehearsal"),
+)
+"""What is no part of the project: made by its tools, or by its build."""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project, in which a build may leave files."""
+    return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("packed") / "project", ignore=NOT_PACKED))
+
+
+@pytest.fixture(scope="module")
+def files(tree: Path) -> set[str]:
+    """Before anything is built."""
+    return {str(file.relative_to(tree)) for file in tree.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path, files: set[str]) -> tuple[Path, Path]:
+    """The source distribution and the wheel of the tree, as pip and `python -m build` make them."""
+    folder = tree.parent / "dist"
+    calls = "; ".join(f"print(b.build_{kind}({str(folder)!r}))" for kind in ("sdist", "wheel"))
+    call = [sys.executable, "-c", f"import setuptools.build_meta as b; {calls}"]
+    ran = subprocess.run(call, cwd=tree, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    sdist, wheel = (line for line in ran.stdout.splitlines() if line.endswith((".tar.gz", ".whl")) and " " not in line)
+    return folder / sdist, folder / wheel
+
+
+def test_the_source_distribution_has_every_file_and_its_tests_run(
+    built: tuple[Path, Path], files: set[str], tmp_path: Path
+) -> None:
+    with tarfile.open(built[0]) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+        packed.extractall(tmp_path, filter="data")
+    assert sorted(files - names) == []
+    assert {"run_glue_l2l.py", "tests/conftest.py", "tests/helpers/training.py", "Makefile", ".ci/run"} <= names
+    [project] = tmp_path.iterdir()
+    tests = ["tests/programs/test_measured.py", *more("tests/test_architecture.py", "tests/programs/test_run_glue.py")]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", *tests],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(project), "L2L_TESTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout
+
+
+def test_the_wheel_has_the_package_and_the_script_and_they_run(
+    built: tuple[Path, Path], files: set[str], tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(built[1]) as packed:
+        names = {name for name in packed.namelist() if ".dist-info/" not in name}
+        packed.extractall(tmp_path)
+        [entries] = [name for name in packed.namelist() if name.endswith("/entry_points.txt")]
+        assert "hf-l2l = hf_l2l.cli.main:main" in packed.read(entries).decode()
+    assert names == {name for name in files if name.startswith("hf_l2l/")} | {"run_glue_l2l.py"}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for words, said in {
+        ("-m", "run_glue_l2l", "--help"): "--ubatch_size",
+        ("-m", "hf_l2l", "plan", "X50"): "X50",
+        ("-c", "import hf_l2l.demo as d; print(*d.demo_files().values())"): str(tmp_path),
+    }.items():
+        ran = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert ran.returncode == 0 and said in ran.stdout, ran.stderr
+
+
+def test_the_index_knows_what_it_is(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as packed:
+        [name] = [name for name in packed.namelist() if name.endswith("/METADATA")]
+        metadata: Message = email.message_from_bytes(packed.read(name))
+    assert metadata["Name"] == "hf_l2l" and metadata["Version"] == hf_l2l.__version__
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL") or ())
+    assert {"Repository", "Documentation", "Changelog", "Issues", "Paper"} <= set(urls)
+    assert all(url.startswith("https://") for url in urls.values())
+    assert "layer-to-layer" in metadata["Keywords"] and metadata["Description-Content-Type"] == "text/markdown"

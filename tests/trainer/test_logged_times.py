@@ -1,0 +1,163 @@
+"""What a training logs of its times, beside what plain Trainer logs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from transformers.integrations import integration_utils
+
+from hf_l2l import L2LTrainer
+from hf_l2l.optim.layerwise_step import SplitStep
+from hf_l2l.report import timeline
+from hf_l2l.report.traced_steps import traced_steps
+from runs import assert_same_run
+from training import l2l_trainer, measured, plain_trainer, tiny_bert
+
+WAITS = ("wait_upload_s", "wait_download_s", "wait_eps_s")
+ADDED = {f"l2l_{name}" for name in (*WAITS, "step_s", "bound", "tokens_per_s")}
+
+
+def steps_of(trace: Path) -> list[float]:
+    """The seconds of each step of a trace."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    [row] = [e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == "steps"]
+    spans = [(e["ts"], e["dur"] / 1e6) for e in events if e["ph"] == "X" and e["tid"] == row]
+    return [seconds for _, seconds in sorted(spans)]
+
+
+def test_logs_are_those_of_plain_trainer_and_a_file_has_the_times(tmp_path, device):
+    """A second training looks again, and the first one has ended; evaluations have nothing added."""
+    plain = plain_trainer(tmp_path / "plain")
+    plain.train()
+    trace = tmp_path / "trace.json"
+    l2l = l2l_trainer(tmp_path / "l2l", l2l_trace=str(trace))
+    l2l.train()
+    if device == "cpu":  # where gradients are added up in the same order
+        assert_same_run(l2l, plain)
+    for ours, theirs in zip(l2l.state.log_history, plain.state.log_history, strict=True):
+        assert ours.keys() == theirs.keys()
+    rows = measured(tmp_path / "l2l")
+    names = {"step", *ADDED} | ({"device_peak_bytes"} if device != "cpu" else set())
+    assert [set(row) for row in rows] == [names] * 4
+    # Each row of the data has 8 tokens, 8 rows are a batch.
+    assert [64 / row["l2l_tokens_per_s"] for row in rows] == pytest.approx(steps_of(trace), rel=1e-3)
+    l2l.eps.timeline.close()
+    assert traced_steps(trace).steps == 3  # but for the first one
+    again = l2l_trainer(tmp_path / "again", max_steps=1)
+    for _ in range(2):
+        again.train()
+        assert not again.eps.timeline.is_watched
+        assert ["l2l_bound" in row for row in measured(tmp_path / "again")] == [True]
+    assert not [key for key in again.evaluate() if key.startswith("l2l_")]
+
+
+def test_the_last_update_is_finished_when_training_is(tmp_path, monkeypatch):
+    trainer = l2l_trainer(tmp_path, model=tiny_bert(layers=2), max_steps=2, eps_update="deferred")
+    trainer.train()
+    assert all(each["step"] == 2 for each in trainer.optimizer.state_dict()["state"].values())
+
+    def fail(*args: object) -> None:
+        raise FloatingPointError("in the update")
+
+    monkeypatch.setattr(SplitStep, "run", fail)
+    with pytest.raises(FloatingPointError, match="in the update"):
+        l2l_trainer(tmp_path, model=tiny_bert(layers=2), max_steps=1, eps_update="deferred").train()
+
+
+class Rows(nn.Module):
+    """Takes rows of numbers."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            pixel_values = block(pixel_values)
+        return {"loss": pixel_values.sum() + 0 * labels.sum()}
+
+
+def test_inputs_that_are_no_tokens_have_no_tokens_per_second(tmp_path):
+    trainer = l2l_trainer(tmp_path, model=Rows(), max_steps=1, l2l_layer_classes=["Linear"])
+    trainer.train_dataset = [{"pixel_values": [0.0, 1.0, 2.0, 3.0], "labels": 0}] * 8
+    trainer.train()
+    [line] = measured(tmp_path)
+    assert "l2l_bound" in line and "l2l_tokens_per_s" not in line
+
+
+class Writer:
+    """Stands in for TensorBoard's."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, Any] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written[name] = value
+
+    def add_text(self, name: str, value: str, step: int) -> None:
+        self.written[name] = value
+
+    def flush(self) -> None: ...
+
+
+class Lines(hf.TrainerCallback):
+    """What callbacks and trackers get."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.first = getattr(self, "first", dict(logs))
+
+
+def test_tensorboard_takes_every_value(tmp_path):
+    """It tells numbers from text, and drops anything else with a warning."""
+    lines, writer = Lines(), Writer()
+    trainer = l2l_trainer(tmp_path, max_steps=1, callbacks=[lines], l2l_log_times=True)
+    trainer.train()
+    package = types.SimpleNamespace(SummaryWriter=Writer)  # for where there is none
+    with (
+        mock.patch.object(integration_utils, "is_tensorboard_available", lambda: True),
+        mock.patch.dict(sys.modules, {"tensorboardX": package}),
+    ):
+        board = integration_utils.TensorBoardCallback(tb_writer=writer)
+    board.on_log(trainer.args, trainer.state, trainer.control, logs=dict(lines.first))
+    assert {name: writer.written.get(f"train/{name}") for name in lines.first} == lines.first
+    assert type(writer.written["train/l2l_bound"]) is str
+
+
+class Stop(hf.TrainerCallback):
+    at_step = 2
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.at_step:
+            raise KeyboardInterrupt
+
+
+def test_a_training_that_was_interrupted_is_not_in_the_log_of_the_next(tmp_path, monkeypatch):
+    pause_s, stop, trace = 0.0, Stop(), tmp_path / "t.json"
+    monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + pause_s))
+    trainer = l2l_trainer(tmp_path, max_steps=4, logging_steps=4, callbacks=[stop], l2l_trace=str(trace))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    stop.at_step = -1
+    pause_s = 1e4
+    trainer.train()
+    [line] = measured(tmp_path)
+    steps_s = steps_of(trace)
+    assert len(steps_s) == 6 and max(steps_s) < pause_s
+    assert line["l2l_tokens_per_s"] == pytest.approx(4 * 64 / sum(steps_s[-4:]), rel=1e-3)
+
+
+def test_train_takes_what_it_takes_in_transformers():
+    assert inspect.signature(L2LTrainer.train) == inspect.signature(hf.Trainer.train)
