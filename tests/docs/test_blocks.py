@@ -1,4 +1,5 @@
-"""What the documents show runs: Python, and commands as far as their parsers."""
+"""What the documents show runs: Python, and commands as far as their parsers. A block of Python on the simulated
+accelerator is run by tests/sim/test_document_blocks.py, one with TRL by tests/clients/test_readme_blocks.py."""
 
 from __future__ import annotations
 
@@ -10,52 +11,37 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 
 import hf_l2l
 from documented_commands import YOURS, check, commands
-from documents import DOCS, DOCUMENTS, ROOT, Block, blocks, text_of
+from documents import DOCS, DOCUMENTS, PYTHON, README, ROOT, SHORTER, blocks, is_simulated, run, text_of
 from glue_script import needs_datasets, needs_demo_model
+from tiers import nightly
 from training import l2l_trainer, rows
-
-README = ROOT / "README.md"
-PYTHON = [block for file in DOCUMENTS for block in blocks(file, "python")]
-BASH = [block for file in DOCUMENTS for block in blocks(file, "bash")]
-
-SHORTER = {
-    "num_train_epochs=2, per_device_train_batch_size=32, learning_rate=2e-4, logging_steps=5": (
-        "max_steps=1, per_device_train_batch_size=8, logging_steps=1"
-    ),
-    'eval_dataset=data["validation"]': 'eval_dataset=data["validation"].select(range(8))',
-}
-"""What is put in the place of a setting, so that a block runs in seconds."""
-
-APART = "enable_simulated_accelerator("
-"""What is called in a block that must have a process of its own."""
-
-ALL_PANELS = "\nassert [len(panel.patches + panel.lines) > 0 for panel in trainer.plot().axes] == [True] * 3"
-"""Follows the README's block: there are three panels, and none is empty."""
 
 MARK = "# Not run by the tests: "
 """The first line of a block that they cannot run begins so, and the reader sees why."""
 REASONS = ("it needs a GPU", "it needs the Hub", "it needs several hosts")
 AT_MOST_NOT_RUN = 4
 
-
-def is_run(block: Block) -> bool:
-    """Here; the README's block with TRL is run by `tests/clients/test_readme_blocks.py`."""
-    return not block.code.startswith(MARK) and not (block.file == README and "from trl import" in block.code)
+MARKED = [block for block in PYTHON if block.code.startswith(MARK)]
+RUN = [block for block in PYTHON if block not in MARKED and "from trl import" not in block.code]
 
 
-def is_shortened(block: Block) -> bool:
-    return any(setting in block.code for setting in SHORTER)
-
-
-def named(found: list[Block]) -> Any:
-    return [pytest.param(block, id=block.name) for block in found]
+@needs_datasets
+@needs_demo_model
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("block", [block for block in RUN if not is_simulated(block)], ids=lambda block: block.name)
+def test_python_runs(block, tmp_path, monkeypatch, capsys):
+    """With few rows. What a block does not make is the reader's: a model, rows, a trainer."""
+    monkeypatch.chdir(tmp_path)
+    trainer = l2l_trainer(tmp_path / "yours", max_steps=2, l2l_noise_scale=True, ubatch_size=2)
+    run(block, {"trainer": trainer, "model": trainer.model, "args": trainer.args, "data": rows(8)})
+    assert ("evaluate()" in block.code) == ("'eval_loss'" in capsys.readouterr().out)
 
 
 def run_apart(code: str, folder: Path) -> str:
@@ -73,44 +59,14 @@ def run_apart(code: str, folder: Path) -> str:
     return ran.stdout + ran.stderr
 
 
+@nightly
 @needs_datasets
 @needs_demo_model
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("datasets_cache")
-@pytest.mark.parametrize("block", named([each for each in PYTHON if is_run(each) and APART not in each.code]))
-def test_python_runs(block, tmp_path, monkeypatch, capsys):
-    """In this process, and with few rows. What a block does not make is the reader's: a model, rows, a trainer."""
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    if block.file.parent == DOCS:
-        trainer = l2l_trainer(tmp_path / "yours", max_steps=2, l2l_noise_scale=True, ubatch_size=2)
-        names.update(trainer=trainer, model=trainer.model, args=trainer.args, data=rows(8))
-    code = block.code
-    for setting, other in SHORTER.items():
-        code = code.replace(setting, other)
-    exec(compile(code, block.name, "exec"), names)
-    assert ("evaluate()" in code) == ("'eval_loss'" in capsys.readouterr().out)
-
-
-@needs_datasets
-@needs_demo_model
-@pytest.mark.parametrize("block", named([each for each in PYTHON if is_run(each) and APART in each.code]))
-def test_python_runs_apart(block, tmp_path):
-    code = block.code
-    for setting, other in SHORTER.items():
-        code = code.replace(setting, other)
-    is_readme = block.file == README
-    ran = run_apart(code + ALL_PANELS * is_readme, tmp_path)
-    assert ("evaluate()" in code) == ("'eval_loss'" in ran)
-    assert not is_readme or (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-@needs_datasets
-@needs_demo_model
-@pytest.mark.slow
-@pytest.mark.parametrize("block", named([each for each in PYTHON if is_run(each) and is_shortened(each)]))
+@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
 def test_all_rows_run(block, tmp_path):
-    """Each block that is shortened elsewhere, as it is."""
+    """Each block that is shortened elsewhere, or that asks for the simulated accelerator, as it is."""
+    if not is_simulated(block) and not any(setting in block.code for setting in SHORTER):
+        pytest.skip("it is run as it is elsewhere")
     ran = run_apart(block.code, tmp_path)
     assert ("evaluate()" in block.code) == ("'eval_loss'" in ran)
     if block.file == README:
@@ -127,7 +83,7 @@ def any_numbers(line: str) -> str:
     return "".join({"...": ".*"}.get(word, r"[\d.,e-]+") if n % 2 else re.escape(word) for n, word in enumerate(words))
 
 
-@pytest.mark.slow
+@nightly
 def test_the_answer_of_the_readme_is_what_estimate_says(tmp_path, monkeypatch, capsys):
     """For a folder that has the configuration of the model on the Hub."""
     [block] = [block for block in blocks(README, "bash") if "hf-l2l estimate" in block.code]
@@ -139,29 +95,20 @@ def test_the_answer_of_the_readme_is_what_estimate_says(tmp_path, monkeypatch, c
     config.save_pretrained(tmp_path / words[2])
     monkeypatch.chdir(tmp_path)
     importlib.import_module("hf_l2l.cli.main").main(words[1:])
-    printed = capsys.readouterr().out.splitlines()
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for shown in blocks(README, "text")[1].code.replace("...\n", "").splitlines():
-        [line] = [
-            line for line in printed if re.fullmatch(any_numbers(" ".join(shown.split())), " ".join(line.split()))
-        ]
-        figures, expected = (re.findall(r"[\d,]*\.?\d+", text) for text in (line, shown))
-        # Host memory has what this process takes.
-        assert [float(figure.replace(",", "")) for figure in figures] == pytest.approx(
-            [float(figure.replace(",", "")) for figure in expected], rel=0.05
+        pattern = any_numbers(" ".join(shown.split()))
+        [line] = [line for line in printed if re.fullmatch(pattern, line)]
+        figures, expected = (
+            [float(each.replace(",", "")) for each in re.findall(r"[\d,]*\.?\d+", text)] for text in (line, shown)
         )
+        assert figures == pytest.approx(expected, rel=0.05)  # host memory has what this process takes
 
 
-def test_settings_that_are_shortened_are_there():
+def test_few_blocks_are_not_run_or_shortened_and_say_why():
+    assert len(MARKED) <= AT_MOST_NOT_RUN
+    assert [block.name for block in MARKED if not block.code.removeprefix(MARK).startswith(REASONS)] == []
     assert all(any(setting in block.code for block in PYTHON) for setting in SHORTER)
-
-
-def test_few_blocks_are_not_run_and_say_why():
-    marked = [block for block in PYTHON if block.code.startswith(MARK)]
-    assert len(marked) <= AT_MOST_NOT_RUN
-    assert [block.name for block in marked if not block.code.startswith(tuple(MARK + each for each in REASONS))] == []
-
-
-# ---- names in Python, also where it is not run
 
 
 def wrong_names(code: str) -> list[str]:
@@ -178,32 +125,39 @@ def wrong_names(code: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("block", named(PYTHON))
-def test_names_are_there(block):
-    assert wrong_names(block.code) == []
-
-
-def test_names_that_are_not_there_are_found():
+def test_names_are_there_also_where_python_is_not_run():
+    assert {block.name: wrong for block in PYTHON if (wrong := wrong_names(block.code))} == {}
     assert wrong_names("from hf_l2l import L2LTrianer") == ["L2LTrianer"]
     assert wrong_names("L2LTrainingArguments('o', stash='host', l2l_bounary='host')") == ["l2l_bounary"]
-    assert wrong_names("from hf_l2l import L2LConfig\nL2LConfig(stash='host')\nother(stah=1)") == []
 
 
 # ---- commands
 
 
-@pytest.mark.parametrize("block", named(BASH))
-def test_commands_are_understood(block, tmp_path, monkeypatch):
-    if "run_glue_l2l.py" in block.code:
-        pytest.importorskip("datasets")
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_commands_are_understood(file, tmp_path, monkeypatch):
+    """Those in blocks of bash; and the programs, targets and scripts of those within sentences, which leave out what
+    depends on the reader."""
     monkeypatch.chdir(tmp_path)
-    found = list(commands(block.code))
-    assert found
-    for words in found:
-        for word in words:
-            if word.endswith(".csv"):
-                (tmp_path / word).write_text("a file of the reader's", encoding="utf-8")
-        check(words)
+    for block in blocks(file, "bash"):
+        if "run_glue_l2l.py" in block.code:
+            pytest.importorskip("datasets")
+        found = list(commands(block.code))
+        assert found
+        for words in found:
+            for word in words:
+                if word.endswith(".csv"):
+                    (tmp_path / word).write_text("a file of the reader's", encoding="utf-8")
+            check(words)
+    of_program = importlib.import_module("hf_l2l.cli.main").COMMANDS
+    for code in re.findall(r"`([^`\n]+)`", text_of(file)):
+        words = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", code).split()
+        if words[0] == "make" and len(words) > 1:
+            check(words[:2])
+        elif words[0] == "hf-l2l" and len(words) > 1 and words[1].islower():
+            assert words[1] in of_program, code
+        elif re.fullmatch(r"(\.venv/bin/)?python3?", words[0]) and len(words) > 1 and words[1].endswith(".py"):
+            assert words[1] in YOURS or (ROOT / words[1]).is_file(), code
 
 
 @pytest.mark.parametrize(
@@ -226,23 +180,6 @@ def test_commands_that_are_not_understood_are_found(command):
     [words] = commands(command)
     with pytest.raises((AssertionError, SystemExit)):
         check(words)
-
-
-@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_commands_within_sentences_are_there(file):
-    """Of these, which leave out what depends on the reader: programs, targets and scripts."""
-    for code in re.findall(r"`([^`\n]+)`", text_of(file)):
-        words = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", code).split()
-        if words[0] == "make" and len(words) > 1:
-            check(words[:2])
-        elif words[0] == "hf-l2l" and len(words) > 1 and words[1].islower():
-            assert words[1] in hf_l2l_commands(), code
-        elif re.fullmatch(r"(\.venv/bin/)?python3?", words[0]) and len(words) > 1 and words[1].endswith(".py"):
-            assert words[1] in YOURS or (ROOT / words[1]).is_file(), code
-
-
-def hf_l2l_commands() -> tuple[str, ...]:
-    return tuple(importlib.import_module("hf_l2l.cli.main").COMMANDS)
 
 
 @needs_datasets

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, ROOT / "benchmarks" / "README.md"]
 """All that is written for users and contributors, but for the notebooks."""
+README = ROOT / "README.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 
@@ -57,6 +59,31 @@ def blocks(file: Path, language: str) -> list[Block]:
     """The blocks of code of a language."""
     found = [code for name, code in _BLOCK.findall(text_of(file)) if name == language]
     return [Block(file, number, code) for number, code in enumerate(found)]
+
+
+PYTHON = [block for file in DOCUMENTS for block in blocks(file, "python")]
+SHORTER = {
+    "num_train_epochs=2, per_device_train_batch_size=32, learning_rate=2e-4, logging_steps=5": (
+        "max_steps=1, per_device_train_batch_size=8, logging_steps=1"
+    ),
+    'eval_dataset=data["validation"]': 'eval_dataset=data["validation"].select(range(8))',
+}
+"""What is put in the place of a setting, so that a block runs in seconds."""
+
+
+def is_simulated(block: Block) -> bool:
+    """Whether it runs on the simulated accelerator, which a process keeps."""
+    return "enable_simulated_accelerator(" in block.code
+
+
+def run(block: Block, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a block of Python in this process, shortened; names are those that it does not make. Returns all names."""
+    code = block.code
+    for setting, other in SHORTER.items():
+        code = code.replace(setting, other)
+    known = {"__name__": "__main__", **(names if block.file.parent == DOCS else {})}
+    exec(compile(code, block.name, "exec"), known)
+    return known
 
 
 def prose(file: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -24,60 +24,64 @@ CSV = "sentence,label\na,0\nb,1\n"
 # ---- hf-l2l
 
 
-def _ran(*words: str, figures: Mapping[str, Any] | None = None, model: str = "./model") -> Prepare:
+def _ran(words: str, figures: Mapping[str, Any] | None = None, model: str = "./model") -> Prepare:
     def prepare(scene: Scene) -> Act:
         written(scene.folder / "model", LLAMA)
         (scene.folder / "machine.json").write_text(json.dumps({**json.loads(FIGURES.to_json()), **(figures or {})}))
         commands = [importlib.import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS]
-        given = [model if word == "MODEL" else word for word in words]
+        given = words.replace("MODEL", model).split()
         options = _parser(commands, set(given)).parse_args(given)
         return lambda: options.command.run(options)
 
     return prepare
 
 
-def _of_program(*words: str, **more: Any) -> Case:
-    return Case(f"`hf-l2l {' '.join(words)}`", _ran(*words, **more))
-
-
-PROGRAM = [
-    _of_program("estimate", "MODEL", "--per_device_train_batch_size", "0"),
-    _of_program("estimate", "MODEL", "--tokens", "0"),
-    _of_program("estimate", "MODEL", "--devices", "0"),
-    _of_program("estimate", "MODEL", "--hosts", "2", "--network", "0"),
-    _of_program("estimate", "MODEL", "--hosts", "2", "--network", "100"),
-    _of_program("estimate", "MODEL", "--ranks", "4", "--l2l_resident", "all"),
-    _of_program("estimate", "MODEL", "--ranks", "4", "--devices", "2", "--l2l_reduce", "device"),
-    _of_program("estimate", "MODEL", "--optim", "adamw"),
-    _of_program("estimate", "MODEL", "--params", "1e9"),
-    _of_program("estimate", "--params", "0", "--layers", "2", "--hidden", "64", "--vocab", "1e3"),
-    _of_program("estimate", "--params", "1e3", "--layers", "2", "--hidden", "64", "--vocab", "1e3"),
-    _of_program("estimate", "MODEL", "--device-type", "foo"),
-    _of_program("estimate", "MODEL", "--device-type", "cpu"),
-    _of_program("estimate", "MODEL", "--budget", "8"),
-    _of_program("estimate", "MODEL", "--budget", "8GiB"),
-    _of_program("estimate", "MODEL", "--figures", "machine.json", "--probe"),
-    _of_program("estimate", "MODEL", "--figures", "nowhere.json"),
-    _of_program("estimate", "MODEL", "--figures", "machine.json", "--cmp", "fp16"),
-    Case(
-        "`hf-l2l estimate MODEL --figures machine.json`, of a machine without an accelerator",
-        _ran("estimate", "MODEL", "--figures", "machine.json", figures=OF_A_CPU),
-    ),
-    _of_program("plan", "X7"),
-    _of_program("plan", "X160", "--hardware", "a1000"),
-    _of_program("plan", "X160", "--gpus", "8", "--pipeline", "16"),
-    _of_program("plan", "X160", "--pipeline", "7"),
-    _of_program("plan", "X160", "--gpus", "1", "--host-memory", "64GiB"),
-    _of_program("plan", "X160", "--node-size", "0"),
-    _of_program("plan", "X160", "--days", "inf"),
-    _of_program("plan", "X160", "--method", "l2l", "--parallelism", "3d"),
-    _of_program("plan", "X160", "--measured", "machine.json"),
-    _of_program("plan", "X160", "--measured", "machine.json", "--batch", "8"),
-    _of_program("plan", "X160", "--measured", "nowhere.json", "--batch", "8"),
-    _of_program("env", "--device", "cuda"),
-    _of_program("inspect", "MODEL", "--class", "Nothing")._replace(varies=r"5\.\d+\.\d+"),
-    Case("`hf-l2l inspect ./nowhere`", _ran("inspect", "MODEL", model="./nowhere")),
+_SIZES = "--layers 2 --hidden 64 --vocab 1e3"
+_OF_PROGRAM = [
+    "estimate MODEL --per_device_train_batch_size 0",
+    "estimate MODEL --tokens 0",
+    "estimate MODEL --devices 0",
+    "estimate MODEL --hosts 2 --network 0",
+    "estimate MODEL --hosts 2 --network 100",
+    "estimate MODEL --ranks 4 --l2l_resident all",
+    "estimate MODEL --ranks 4 --devices 2 --l2l_reduce device",
+    "estimate MODEL --optim adamw",
+    "estimate MODEL --params 1e9",
+    f"estimate --params 0 {_SIZES}",
+    f"estimate --params 1e3 {_SIZES}",
+    "estimate MODEL --device-type foo",
+    "estimate MODEL --device-type cpu",
+    "estimate MODEL --budget 8",
+    "estimate MODEL --budget 8GiB",
+    "estimate MODEL --figures machine.json --probe",
+    "estimate MODEL --figures nowhere.json",
+    "estimate MODEL --figures machine.json --cmp fp16",
+    "estimate MODEL --figures machine.json",
+    "plan X7",
+    "plan X160 --hardware a1000",
+    "plan X160 --gpus 8 --pipeline 16",
+    "plan X160 --pipeline 7",
+    "plan X160 --gpus 1 --host-memory 64GiB",
+    "plan X160 --node-size 0",
+    "plan X160 --days inf",
+    "plan X160 --method l2l --parallelism 3d",
+    "plan X160 --measured machine.json",
+    "plan X160 --measured machine.json --batch 8",
+    "plan X160 --measured nowhere.json --batch 8",
+    "env --device cuda",
+    "inspect MODEL --class Nothing",
+    "inspect ./nowhere",
 ]
+_APART = {
+    "estimate MODEL --figures machine.json": Case(
+        "`hf-l2l estimate MODEL --figures machine.json`, of a machine without an accelerator",
+        _ran("estimate MODEL --figures machine.json", figures=OF_A_CPU),
+    ),
+    "inspect MODEL --class Nothing": Case(
+        "`hf-l2l inspect MODEL --class Nothing`", _ran("inspect MODEL --class Nothing"), varies=r"5\.\d+\.\d+"
+    ),
+}
+PROGRAM = [_APART.get(words, Case(f"`hf-l2l {words}`", _ran(words))) for words in _OF_PROGRAM]
 
 
 # ---- estimate
@@ -92,9 +96,8 @@ def _estimated(*more: Any, **options: Any) -> Prepare:
     return prepare
 
 
-def _of_estimate(**options: Any) -> Case:
-    typed = ", ".join(f"{name}={'batch' if name == 'inputs' else value}" for name, value in options.items())
-    return Case(f"`estimate(model, {typed})`", _estimated(**options))
+def _of_estimate(typed: str, *more: Any, kind: type[BaseException] = ValueError, **options: Any) -> Case:
+    return Case(f"`estimate(model, {typed})`", _estimated(*more, **options), kind=kind)
 
 
 def _made_in_steps(scene: Scene) -> Any:
@@ -103,104 +106,100 @@ def _made_in_steps(scene: Scene) -> Any:
     return args
 
 
+def _with_a_budget(scene: Scene) -> Any:
+    return scene.arguments(use_cpu=True, device_memory_budget="8GiB")
+
+
+_BUDGET = L2LConfig(device_memory_budget="8GiB")
 ESTIMATE = [
-    _of_estimate(rows=2, inputs={"input_ids": torch.ones(2, 4)}),
-    _of_estimate(tokens=8),
-    _of_estimate(host_memory=2**36)._replace(typed="`estimate(model, host_memory=2**36)`"),
-    _of_estimate(rows=0),
-    Case("`estimate(model, 'serial')`", _estimated("serial")),
-    Case(
-        "`estimate(model, L2LConfig(device_memory_budget='8GiB'))`", _estimated(L2LConfig(device_memory_budget="8GiB"))
-    ),
+    _of_estimate("rows=2, inputs=batch", rows=2, inputs={"input_ids": torch.ones(2, 4)}),
+    _of_estimate("tokens=8", tokens=8),
+    _of_estimate("host_memory=2**36", host_memory=2**36),
+    _of_estimate("rows=0", rows=0),
+    _of_estimate("'serial'", "serial"),
+    _of_estimate("L2LConfig(device_memory_budget='8GiB')", _BUDGET),
     Case("`estimate(model, args)`, with an optimizer that is made in steps of its own", _estimated(_made_in_steps)),
 ]
+ESTIMATE_WARNINGS = [Case("`estimate(model, args)`, with a `device_memory_budget`", _estimated(_with_a_budget))]
 
 
 # ---- run_glue_l2l.py
 
 
-def _parsed(*words: str, files: Mapping[str, str] | None = None, needed: bool = True) -> Prepare:
+def _parsed(words: str, files: Mapping[str, str] | None = None, needed: bool = True) -> Prepare:
     """The options of a command line; those that it needs in any case come first."""
-    usual = ["--model_name_or_path", "model", "--output_dir", "out", "--report_to", "none", "--use_cpu"]
+    usual = "--model_name_or_path model --output_dir out --report_to none --use_cpu" if needed else ""
 
     def prepare(scene: Scene) -> Act:
         for name, text in {"train.csv": CSV, "empty.csv": "", "dev.json": "{}", **(files or {})}.items():
             (scene.folder / name).write_text(text)
-        given = [*(usual if needed else []), *words]
-        return lambda: run_glue_l2l.parse_options(given)
+        return lambda: run_glue_l2l.parse_options(f"{usual} {words}".split())
 
     return prepare
 
 
 def _no_whole_checkpoint(scene: Scene) -> Act:
     (scene.folder / "out" / "checkpoint-4").mkdir(parents=True)
-    return _parsed(*TRAIN, "--resume_from_checkpoint", "True")(scene)
-
-
-def _of_script(*words: str, **more: Any) -> Case:
-    return Case(f"`run_glue_l2l.py {' '.join(words)}`", _parsed(*words, **more))
-
-
-def _of_file(text: str) -> Prepare:
-    return _parsed("options.json", files={"options.json": text}, needed=False)
-
-
-TRAIN = ("--do_train", "--train_file", "train.csv")
-SCRIPT = [
-    _of_script("--do_trian"),
-    Case("`run_glue_l2l.py options.json`, with `[1, 2]`", _of_file("[1, 2]")),
-    _of_script("--train_file", "train.csv"),
-    _of_script("--do_train"),
-    _of_script("--do_train", "--task_name", "mrpc", "--dataset_name", "imdb"),
-    _of_script("--do_train", "--dataset_config_name", "plain", "--train_file", "train.csv"),
-    _of_script("--do_train", "--task_name", "mprc"),
-    _of_script("--do_train", "--task_name", "mrpc", "--label_column", "verdict"),
-    _of_script("--do_eval", "--validation_file", "train.csv"),
-    _of_script(*TRAIN, "--do_eval"),
-    _of_script(*TRAIN, "--do_predict"),
-    _of_script(*TRAIN, "--test_file", "train.csv"),
-    _of_script("--do_train", "--train_file", "rows.tsv"),
-    _of_script("--do_train", "--train_file", "nowhere.csv"),
-    _of_script("--do_train", "--train_file", "empty.csv"),
-    _of_script(*TRAIN, "--do_eval", "--validation_file", "dev.json"),
-    _of_script("--do_train", "--train_file", "rows.csv", files={"rows.csv": "sentence;label\na;0\n"}),
-    _of_script(*TRAIN, "--text_columns", "a,b,c"),
-    _of_script(*TRAIN, "--learning_rate", "-1"),
-    _of_script(*TRAIN, "--max_steps", "0"),
-    _of_script(*TRAIN, "--max_grad_norm", "-1"),
-    _of_script(*TRAIN, "--eval_strategy", "steps", "--eval_steps", "-1"),
-    Case(
-        '`run_glue_l2l.py options.json`, with `{"trainer": ["hf"]}`',
-        _of_file('{"trainer": ["hf"], "model_name_or_path": "model", "output_dir": "out"}'),
-    ),
-    _of_script("--simulate", "8GiB"),
-    _of_script("--compare"),
-    _of_script("--compare", "--do_train", "--trainer", "hf"),
-    _of_script(*TRAIN, "--resume_from_checkpoint", "True"),
-    _of_script(*TRAIN, "--resume_from_checkpoint", "nowhere"),
-    Case("`--resume_from_checkpoint True`, where no checkpoint is whole", _no_whole_checkpoint),
-    _of_script(*TRAIN, "--output_dir", "train.csv"),
-    _of_script(*TRAIN, "--output_dir="),
-    _of_script("--evaluation_strategy", "no", "--eval_strategy", "no"),
-    _of_script("--warmup_ratio", "2"),
-    _of_script("--save_safetensors", "False"),
-    _of_script("--fp16_opt_level", "O2"),
-]
-
-
-def _with_a_budget(scene: Scene) -> Any:
-    return scene.arguments(use_cpu=True, device_memory_budget="8GiB")
+    return _parsed(f"{TRAIN} --resume_from_checkpoint True")(scene)
 
 
 def _logging_dir(scene: Scene) -> Act:
     scene.patch.setenv("TENSORBOARD_LOGGING_DIR", "before")
-    return _parsed("--logging_dir", "logs")(scene)
+    return _parsed("--logging_dir logs")(scene)
 
 
-ESTIMATE_WARNINGS = [Case("`estimate(model, args)`, with a `device_memory_budget`", _estimated(_with_a_budget))]
+def _of_script(words: str, **more: Any) -> Case:
+    return Case(f"`run_glue_l2l.py {words}`", _parsed(words, **more))
+
+
+def _of_file(typed: str, text: str) -> Case:
+    return Case(
+        f"`run_glue_l2l.py options.json`, with `{typed}`",
+        _parsed("options.json", files={"options.json": text}, needed=False),
+    )
+
+
+TRAIN = "--do_train --train_file train.csv"
+SCRIPT = [
+    _of_script("--do_trian"),
+    _of_file("[1, 2]", "[1, 2]"),
+    _of_script("--train_file train.csv"),
+    _of_script("--do_train"),
+    _of_script("--do_train --task_name mrpc --dataset_name imdb"),
+    _of_script("--do_train --dataset_config_name plain --train_file train.csv"),
+    _of_script("--do_train --task_name mprc"),
+    _of_script("--do_train --task_name mrpc --label_column verdict"),
+    _of_script("--do_eval --validation_file train.csv"),
+    _of_script(f"{TRAIN} --do_eval"),
+    _of_script(f"{TRAIN} --do_predict"),
+    _of_script(f"{TRAIN} --test_file train.csv"),
+    _of_script("--do_train --train_file rows.tsv"),
+    _of_script("--do_train --train_file nowhere.csv"),
+    _of_script("--do_train --train_file empty.csv"),
+    _of_script(f"{TRAIN} --do_eval --validation_file dev.json"),
+    _of_script("--do_train --train_file rows.csv", files={"rows.csv": "sentence;label\na;0\n"}),
+    _of_script(f"{TRAIN} --text_columns a,b,c"),
+    _of_script(f"{TRAIN} --learning_rate -1"),
+    _of_script(f"{TRAIN} --max_steps 0"),
+    _of_script(f"{TRAIN} --max_grad_norm -1"),
+    _of_script(f"{TRAIN} --eval_strategy steps --eval_steps -1"),
+    _of_file('{"trainer": ["hf"]}', '{"trainer": ["hf"], "model_name_or_path": "model", "output_dir": "out"}'),
+    _of_script("--simulate 8GiB"),
+    _of_script("--compare"),
+    _of_script("--compare --do_train --trainer hf"),
+    _of_script(f"{TRAIN} --resume_from_checkpoint True"),
+    _of_script(f"{TRAIN} --resume_from_checkpoint nowhere"),
+    Case("`--resume_from_checkpoint True`, where no checkpoint is whole", _no_whole_checkpoint),
+    _of_script(f"{TRAIN} --output_dir train.csv"),
+    _of_script(f"{TRAIN} --output_dir="),
+    _of_script("--evaluation_strategy no --eval_strategy no"),
+    _of_script("--warmup_ratio 2"),
+    _of_script("--save_safetensors False"),
+    _of_script("--fp16_opt_level O2"),
+]
 SCRIPT_WARNINGS = [
-    _of_script("--evaluation_strategy", "no", *TRAIN),
+    _of_script(f"--evaluation_strategy no {TRAIN}"),
     Case("`run_glue_l2l.py --logging_dir logs`", _logging_dir),
     _of_script("--overwrite_output_dir"),
-    _of_script("--trainer", "hf", "--stash", "host"),
+    _of_script("--trainer hf --stash host"),
 ]

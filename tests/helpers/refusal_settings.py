@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers as hf
 from accelerate import ParallelismConfig
+from torch import nn
 
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainerMixin, L2LTrainingArguments, make_l2l_arguments, make_l2l_trainer
-from hf_l2l.checkpoint import reserved
-from hf_l2l.hf import training_args
-from hf_l2l.hf.training_args import L2LArgumentsMixin
+from hf_l2l import L2LArgumentsMixin as ArgumentsMixin
+from hf_l2l import L2LBatchGrowth, L2LCallback, L2LConfig, L2LTrainer, L2LTrainerMixin, make_l2l_arguments
+from hf_l2l import make_l2l_trainer as make_trainer
 from hf_l2l.option_names import argument
-from refusals import Act, Case, Prepare, Scene
+from refusals import Act, Case, Prepare, Scene, counts, gives, trainer, variable
 from training import rows
 
 VALUES: dict[str, Any] = {
@@ -101,94 +101,80 @@ def shown(settings: Mapping[str, Any]) -> str:
     return f"`{', '.join(f'{name}={value!r}' for name, value in settings.items())}`"
 
 
-def _no_trace_is_writable(scene: Scene) -> Act:
-    scene.patch.setattr(os, "access", lambda *_: False)
-    return lambda: scene.arguments(l2l_trace="trace.json")
-
-
-def _arguments(**options: Any) -> Prepare:
+def _arguments(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
     def prepare(scene: Scene) -> Act:
-        scene.patch.setattr(os, "cpu_count", lambda: 8)
+        scene.patch.setattr("os.cpu_count", lambda: 8)
+        for change in changes:
+            change(scene, None)
         return lambda: scene.arguments(**options)
 
     return prepare
 
 
-def of_config(settings: Mapping[str, Any]) -> Case:
+def _of_config(settings: Mapping[str, Any]) -> Case:
     """Options called as `L2LConfig` does, typed as the Trainer's arguments."""
     named = {argument(name): value for name, value in settings.items()}
-    typed = shown({n: f"{v[:3]}..." if isinstance(v, str) and len(v) > 99 else v for n, v in named.items()})
-    return Case(typed, _arguments(**named))
+    typed = re.sub(r"x{300}", "xxx...", shown(named))
+    return Case(typed, _arguments(**named), settings=settings)
 
 
 def as_config(settings: Mapping[str, Any]) -> Case:
     """The same by `L2LConfig`."""
 
     def prepare(scene: Scene) -> Act:
-        scene.patch.setattr(os, "cpu_count", lambda: 8)
+        scene.patch.setattr("os.cpu_count", lambda: 8)
         return lambda: L2LConfig(**settings)
 
     return Case(f"`L2LConfig({shown(settings).strip('`')})`", prepare)
 
 
-def _given(**options: Any) -> Case:
-    return Case(shown(options), _arguments(**options))
+def _given(kind: type[BaseException] = ValueError, **options: Any) -> Case:
+    return Case(shown(options), _arguments(**options), kind=kind)
 
 
-def _launched(variable: str, value: str, **options: Any) -> Prepare:
-    def prepare(scene: Scene) -> Act:
-        scene.patch.setenv(variable, value)
-        return _with_model(**options)(scene)
+VALUES_AND_NAMES = [
+    *(_of_config({name: value}) for name, value in VALUES.items()),
+    *map(_of_config, MORE_VALUES),
+    Case(
+        "`l2l_trace='trace.json'`, in a folder without permission",
+        _arguments(gives("os.access", False), l2l_trace="trace.json"),
+    ),
+    *(_given(**{name: value}) for name, value in OF_THE_TRAINER.items()),
+    Case("`L2LConfig(device='gpu')`", lambda scene: lambda: L2LConfig(device="gpu")),
+    Case("`L2LConfig(device=True)`", lambda scene: lambda: L2LConfig(device=True)),
+    _given(TypeError, l2l_bounary="host"),
+    Case(
+        "`L2LConfig(l2l_boundary='host')`", lambda scene: lambda: L2LConfig(**{"l2l_boundary": "host"}), kind=TypeError
+    ),
+]
+OURS_TOGETHER = [
+    *map(_of_config, TOGETHER),
+    _given(l2l_optimizer="lamb", optim="sgd"),
+    _given(cmp="bf16", bf16=True),
+    _given(eps_update="eager", max_grad_norm=1.0),
+]
 
-    return prepare
 
-
-def _with_model(later: Mapping[str, Any] | None = None, **options: Any) -> Prepare:
-    """A trainer of a model; what this machine has not the packages for is set `later`, after they were asked for."""
-
-    def prepare(scene: Scene) -> Act:
-        model, data = scene.model(), rows()
-
-        def train() -> object:
-            args = scene.arguments(use_cpu=True, **options)
-            for name, value in (later or {}).items():
-                setattr(args, name, value)
-            return L2LTrainer(model, args, train_dataset=data)
-
-        return train
-
-    return prepare
+# ---- beside those of transformers' Trainer
 
 
 def _trained(**options: Any) -> Case:
-    return Case(shown(options), _with_model(**options))
-
-
-def _no_places(scene: Scene) -> Act:
-    scene.patch.setattr(reserved, "can_write_places", lambda: False)
-    return _with_model(l2l_async_save=True)(scene)
-
-
-def _in_one_folder(scene: Scene) -> Act:
-    return _with_model(output_dir="run", l2l_realtime_checkpoint="run")(scene)
+    return Case(shown(options), trainer(**options))
 
 
 def _set(**options: Any) -> Case:
-    return Case(shown(options), _with_model(options))
+    return Case(shown(options), trainer(later=options))
 
 
-def _several(name: str, value: int, **options: Any) -> Prepare:
-    def prepare(scene: Scene) -> Act:
-        scene.patch.setattr(L2LTrainingArguments, name, property(lambda self: value))
-        scene.patch.setattr("sys.argv", ["train.py"])
-        return _with_model(**options)(scene)
-
-    return prepare
+def _argv(scene: Scene, model: Any) -> None:
+    scene.patch.setattr("sys.argv", ["train.py"])
 
 
-def _each_alone(scene: Scene) -> Act:
-    scene.patch.setattr(training_args, "launched_processes", lambda: 4)
-    return _with_model()(scene)
+def _of_four(**options: Any) -> Case:
+    [(name, value)] = options.items()
+    return Case(
+        f"`torchrun --nproc_per_node 4`, with `{name}={value}`", trainer(counts("world_size", 4), _argv, **options)
+    )
 
 
 def _passed(scene: Scene) -> Act:
@@ -219,26 +205,15 @@ def _taken_name() -> object:
     return make_l2l_arguments(dataclass(type("Theirs", (hf.TrainingArguments,), fields)))
 
 
-VALUES_AND_NAMES = [
-    *(of_config({name: value}) for name, value in VALUES.items()),
-    *map(of_config, MORE_VALUES),
-    Case("`l2l_trace='trace.json'`, in a folder without permission", _no_trace_is_writable),
-    *(_given(**{name: value}) for name, value in OF_THE_TRAINER.items()),
-    Case("`L2LConfig(device='gpu')`", lambda scene: lambda: L2LConfig(device="gpu")),
-    Case("`L2LConfig(device=True)`", lambda scene: lambda: L2LConfig(device=True)),
-    _given(l2l_bounary="host"),
-    Case("`L2LConfig(l2l_boundary='host')`", lambda scene: lambda: L2LConfig(**{"l2l_boundary": "host"})),
-]
-OURS_TOGETHER = [
-    *map(of_config, TOGETHER),
-    _given(l2l_optimizer="lamb", optim="sgd"),
-    _given(cmp="bf16", bf16=True),
-    _given(eps_update="eager", max_grad_norm=1.0),
-]
+def _made_class(name: str, *bases: type) -> Prepare:
+    return lambda scene: lambda: type(name, bases, {})
+
+
+_MIXED = "ACCELERATE_MIXED_PRECISION"
 WITH_THE_TRAINER = [
     _set(deepspeed="zero3.json"),
     _set(fsdp="full_shard"),
-    Case("`parallelism_config=ParallelismConfig(...)`", _with_model(parallelism_config=ParallelismConfig())),
+    Case("`parallelism_config=ParallelismConfig(...)`", trainer(parallelism_config=ParallelismConfig())),
     _trained(torch_compile=True),
     _trained(fp16=True),
     _trained(fp16_full_eval=True),
@@ -246,30 +221,26 @@ WITH_THE_TRAINER = [
     _trained(optim="galore_adamw_layerwise", optim_target_modules=["attention"]),
     _trained(optim="lomo"),
     _trained(enable_jit_checkpoint=True, eps_update="eager", max_grad_norm=0.0),
-    Case("`l2l_async_save=True`, on Windows", _no_places),
+    Case(
+        "`l2l_async_save=True`, on Windows",
+        trainer(gives("hf_l2l.checkpoint.reserved.can_write_places", False), l2l_async_save=True),
+    ),
     _trained(l2l_realtime_checkpoint="now", save_only_model=True),
     _trained(l2l_realtime_every=5),
     _trained(l2l_noise_scale_every=5),
-    Case("`output_dir='run', l2l_realtime_checkpoint='run'`", _in_one_folder),
-    Case("`accelerate launch --mixed_precision fp16`", _launched("ACCELERATE_MIXED_PRECISION", "fp16")),
+    _trained(output_dir="run", l2l_realtime_checkpoint="run"),
+    Case("`accelerate launch --mixed_precision fp16`", trainer(variable(_MIXED, "fp16"))),
     Case(
-        "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`",
-        _launched("ACCELERATE_MIXED_PRECISION", "bf16", cmp="bf16"),
+        "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`", trainer(variable(_MIXED, "bf16"), cmp="bf16")
     ),
-    Case("`accelerate launch --dynamo_backend inductor`", _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
-    Case("`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`", _each_alone),
+    Case("`accelerate launch --dynamo_backend inductor`", trainer(variable("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"))),
     Case(
-        "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`",
-        _several("world_size", 4, auto_find_batch_size=True),
+        "`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`",
+        trainer(gives("hf_l2l.hf.training_args.launched_processes", 4)),
     ),
-    Case(
-        "`torchrun --nproc_per_node 4`, with `enable_jit_checkpoint=True`",
-        _several("world_size", 4, enable_jit_checkpoint=True),
-    ),
-    Case(
-        "`torchrun --nproc_per_node 4`, with `save_on_each_node=True`",
-        _several("world_size", 4, save_on_each_node=True),
-    ),
+    _of_four(auto_find_batch_size=True),
+    _of_four(enable_jit_checkpoint=True),
+    _of_four(save_on_each_node=True),
     Case("`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`", _passed),
     Case("`L2LTrainer(model, L2LConfig())`", _config_as_arguments),
     Case(
@@ -278,14 +249,103 @@ WITH_THE_TRAINER = [
     Case(
         "`L2LTrainer(model, ubatch_size=2)`, while another one trains the model", _trained_by_another, is_early=False
     ),
-    Case(
-        "`class Mine(Trainer, L2LTrainerMixin)`",
-        lambda scene: lambda: type("Mine", (hf.Trainer, L2LTrainerMixin), {}),
-    ),
+    Case("`class Mine(Trainer, L2LTrainerMixin)`", _made_class("Mine", hf.Trainer, L2LTrainerMixin)),
     Case(
         "`class Mine(TrainingArguments, L2LArgumentsMixin)`",
-        lambda scene: lambda: type("Mine", (hf.TrainingArguments, L2LArgumentsMixin), {}),
+        _made_class("Mine", hf.TrainingArguments, ArgumentsMixin),
     ),
-    Case("`make_l2l_trainer(trainer)`, of an object", lambda scene: lambda: make_l2l_trainer("trainer")),
+    Case("`make_l2l_trainer(trainer)`, of an object", lambda scene: lambda: make_trainer("trainer")),
     Case("`make_l2l_arguments(Theirs)`, which has a field `stash`", lambda scene: _taken_name),
+]
+
+
+# ---- trainers of other libraries
+
+
+def _called_back(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
+    def prepare(scene: Scene) -> Act:
+        passed = {"callbacks": [L2LCallback(L2LConfig(**options))]}
+        return trainer(*changes, _argv, kind=hf.Trainer, passed=passed, use_cpu=False)(scene)
+
+    return prepare
+
+
+# A Trainer moves the model before it calls its callbacks.
+CALLBACKS = [
+    Case(
+        "`Trainer(..., callbacks=[L2LCallback()])`, with two visible devices",
+        _called_back(counts("n_gpu", 2)),
+        is_early=False,
+    ),
+    Case(
+        "`Trainer(..., callbacks=[L2LCallback()])`, with `torchrun --nproc_per_node 4`",
+        _called_back(counts("world_size", 4)),
+        is_early=False,
+    ),
+    Case("`L2LCallback(L2LConfig(nonfinite='skip'))`", lambda scene: lambda: L2LCallback(L2LConfig(nonfinite="skip"))),
+    Case(
+        "`L2LCallback(L2LConfig(device_memory_budget='1GiB'))`",
+        _called_back(device="sim", device_memory_budget="1GiB"),
+        is_early=False,
+    ),
+]
+
+
+# ---- the noise scale, and batches that grow with it
+
+
+def _measured(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
+    return trainer(*changes, **{"runs": True, "l2l_noise_scale": True, "ubatch_size": 4, **options})
+
+
+class _Own(L2LTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+def _over_rows(scene: Scene, model: Any) -> None:
+    model.classifier = nn.Sequential(nn.BatchNorm1d(16), model.classifier)
+
+
+def _again_and_again(scene: Scene, model: Any) -> nn.Module:
+    sizes = {"embedding_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = hf.AlbertConfig(vocab_size=60, num_hidden_layers=2, **sizes)
+    return hf.AlbertForSequenceClassification(config)
+
+
+def _coupled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.logits @ outputs.logits.T, torch.arange(len(labels)))
+
+
+def _growing(*sizes: int, **options: Any) -> Prepare:
+    return _measured(passed={"callbacks": [L2LBatchGrowth(size) for size in sizes]}, **options)
+
+
+NOISE = [
+    Case("`l2l_noise_scale=True`, with one micro-batch in a step", _measured(ubatch_size=None)),
+    Case("`l2l_noise_scale=True`, with batch norm over the rows of a batch", _measured(_over_rows)),
+    Case("`l2l_noise_scale=True`, with a `training_step` of the trainer's own", _measured(kind=_Own)),
+    Case(
+        "`l2l_noise_scale=True`, with a loss that couples rows, such as a contrastive one",
+        _measured(passed={"compute_loss_func": _coupled}),
+        is_early=False,
+        varies=r"[\d.]+(?= for a batch| as a)",
+    ),
+    Case(
+        "`l2l_noise_scale=True`, with layers that run several times, as those of ALBERT",
+        _measured(_again_and_again),
+        is_early=False,
+    ),
+    Case("`L2LBatchGrowth(0)`", lambda scene: lambda: L2LBatchGrowth(0)),
+    Case("`L2LBatchGrowth(32, 'half')`", lambda scene: lambda: L2LBatchGrowth(32, "half")),
+    Case("`L2LBatchGrowth(32)`, without `l2l_noise_scale=True`", _growing(32, l2l_noise_scale=False), is_early=False),
+    Case("`L2LBatchGrowth(32)`, with 32 rows in a step", _growing(32, gradient_accumulation_steps=4), is_early=False),
+    Case("two of `L2LBatchGrowth`", _growing(32, 64)),
+]
+NOISE_WARNINGS = [
+    Case(
+        "`l2l_noise_scale=True`, and batches that have fewer rows than `ubatch_size`",
+        _measured(count=4),
+        is_early=False,
+    ),
 ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import tempfile
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,9 +20,8 @@ if __name__ == "__main__":
     enable_simulated_accelerator()  # before any backward
 
 from refusal_commands import ESTIMATE, ESTIMATE_WARNINGS, PROGRAM, SCRIPT, SCRIPT_WARNINGS
-from refusal_models import CALLBACKS, DEVICES, MODELS, OPTIMIZERS, WARNINGS
-from refusal_noise import NOISE, NOISE_WARNINGS
-from refusal_settings import OURS_TOGETHER, VALUES_AND_NAMES, WITH_THE_TRAINER
+from refusal_models import DEVICES, MODELS, OPTIMIZERS, WARNINGS
+from refusal_settings import CALLBACKS, NOISE, NOISE_WARNINGS, OURS_TOGETHER, VALUES_AND_NAMES, WITH_THE_TRAINER
 from refusals import Case, Found, parts_of, provoke
 
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
@@ -69,26 +67,33 @@ def found(case: Case) -> Found:
         return provoke(case, Path(folder))
 
 
+def row(case: Case, is_error: bool) -> str:
+    """The line of a case: what an error has as rule and remedy, or all that a warning says."""
+    text = found(case).message
+    text = re.sub(case.varies, "...", text) if case.varies else text
+    cells = [re.sub(r"(__|[|*<])", _escaped, cell) for cell in (parts_of(text)[::2] if is_error else (text,))]
+    return _line(case.typed if case.is_early else f"{case.typed} (late)", *cells)
+
+
 def page() -> str:
     """The text of the page."""
-    errors = (_section(*each, ["rule", "what to do"], lambda text: parts_of(text)[::2]) for each in ERRORS.items())
-    warned = (_section(*each, ["what the warning says"], lambda text: (text,)) for each in WARNED.items())
+    errors = (_section(*each, "rule", "what to do") for each in ERRORS.items())
+    warned = (_section(*each, "what the warning says") for each in WARNED.items())
     return "\n".join([INTRODUCTION, *errors, *warned])
 
 
-def _section(title: str, cases: list[Case], head: list[str], columns: Callable[[str], tuple[str, ...]]) -> str:
-    def rows() -> Iterator[str]:
-        for case in cases:
-            text = found(case).message
-            shown = columns(re.sub(case.varies, "...", text) if case.varies else text)
-            yield " | ".join([case.typed if case.is_early else f"{case.typed} (late)", *map(_escaped, shown)])
-
-    lines = [" | ".join(["what is typed", *head]), "|".join(["---"] * (1 + len(head))), *rows()]
-    return "\n".join([f"## {title}", "", *(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines), ""])
+def _section(title: str, cases: list[Case], *columns: str) -> str:
+    head = ["what is typed", *columns]
+    rows = [row(case, is_error=len(columns) == 2) for case in cases]
+    return "\n".join([f"## {title}", "", _line(*head), f"|{'|'.join(['---'] * len(head))}|", *rows, ""])
 
 
-def _escaped(text: str) -> str:
-    return re.sub(r"(__|[|*<])", lambda found: "".join(f"\\{each}" for each in found[1]), text)
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return "".join(f"\\{each}" for each in found[1])
 
 
 if __name__ == "__main__":

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers as hf
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import logging as of_transformers
 
 import hf_l2l
-from training import arguments, tiny_bert
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l
+from training import arguments, rows, tiny_bert
 
 PACKAGE = Path(hf_l2l.__file__).parent
 LOGGERS = ("hf_l2l", "run_glue_l2l")
@@ -44,7 +46,7 @@ class Scene:
     held: list[object] = field(default_factory=list)
     """What must not be collected before."""
 
-    def model(self, made: nn.Module | None = None) -> nn.Module:
+    def model(self, made: nn.Module | None = None) -> Any:
         """A small BERT, or the model that was made."""
         self.models.append(tiny_bert(layers=2) if made is None else made)
         return self.models[-1]
@@ -52,14 +54,17 @@ class Scene:
     def arguments(self, **options: Any) -> Any:
         """Training arguments without a budget of device memory, and without clipping."""
         usual = {"device_memory_budget": "off", "max_grad_norm": 0.0}
-        return arguments(hf_l2l.L2LTrainingArguments, self.folder, **{**usual, **options})
+        return arguments(L2LTrainingArguments, self.folder, **{**usual, **options})
 
 
 Act = Callable[[], object]
 Prepare = Callable[[Scene], Act]
+Change = Callable[[Scene, Any], "nn.Module | None"]
+"""Changes a model, or what is around it; may return another model."""
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Case:
     """Something that is refused, or warned of."""
 
     typed: str
@@ -70,6 +75,90 @@ class Case(NamedTuple):
     """Whether nothing of a weight's size is allocated or moved before."""
     varies: str | None = None
     """What of the message is left out of the table: a pattern for bytes that estimates may change."""
+    kind: type[BaseException] = ValueError
+    """What is raised, of errors."""
+    settings: Mapping[str, Any] | None = None
+    """If all of it is a call of `L2LConfig`: the arguments."""
+
+
+# ---- what cases have in common
+
+
+def gives(function: str, value: Any) -> Change:
+    """A function, named with its module, returns this."""
+    return lambda scene, model: scene.patch.setattr(function, lambda *_, **__: value)
+
+
+def counts(prop: str, value: Any) -> Change:
+    """A property of training arguments, such as the number of processes, has this value."""
+    return lambda scene, model: scene.patch.setattr(L2LTrainingArguments, prop, property(lambda self: value))
+
+
+def variable(name: str, value: str | Path) -> Change:
+    """A variable of the environment has this value."""
+    return lambda scene, model: scene.patch.setenv(name, str(value))
+
+
+def _changed(scene: Scene, changes: tuple[Change, ...]) -> Any:
+    model: nn.Module = tiny_bert(layers=2)
+    for change in changes:
+        other = change(scene, model)
+        model = model if other is None else other
+    return scene.model(model)
+
+
+def attached(*changes: Change, **options: Any) -> Prepare:
+    """A model that was changed before it is attached with these options."""
+
+    def prepare(scene: Scene) -> Act:
+        model = _changed(scene, changes)
+        return lambda: attach_l2l(model, L2LConfig(**{"device": "cpu", **options}))
+
+    return prepare
+
+
+def used(use: Callable[[Any, Any], Act], *changes: Change, **options: Any) -> Prepare:
+    """The same after it is attached: `use` takes the model and its `eps`, and returns what is called."""
+
+    def prepare(scene: Scene) -> Act:
+        model = _changed(scene, changes)
+        return use(model, attach_l2l(model, L2LConfig(**{"device": "cpu", **options})))
+
+    return prepare
+
+
+def trainer(
+    *changes: Change,
+    kind: type[hf.Trainer] = L2LTrainer,
+    runs: bool = False,
+    count: int = 48,
+    later: Mapping[str, Any] | None = None,
+    passed: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Prepare:
+    """A trainer of a model, with these arguments, made or run.
+
+    Args:
+        later: arguments for which this machine has not the packages: they are set after those were asked for.
+        passed: what is passed to the trainer itself.
+    """
+
+    def prepare(scene: Scene) -> Act:
+        model, data = _changed(scene, changes), rows(count)
+
+        def act() -> object:
+            args = scene.arguments(**{"use_cpu": True, **options})
+            for name, value in (later or {}).items():
+                setattr(args, name, value)
+            made = kind(model, args, train_dataset=data, eval_dataset=data, **(passed or {}))
+            return made.train() if runs else made
+
+        return act
+
+    return prepare
+
+
+# ---- running a case
 
 
 class Found(NamedTuple):
@@ -166,9 +255,8 @@ def provoke(case: Case, folder: Path) -> Found:
                     act()
         except (ValueError, TypeError, MemoryError, UserWarning) as error:
             moved = [name for name, place in _places(scene.models).items() if place != before.get(name)]
-            return Found(
-                type(error), str(error), _places_of(error), [*allocations.found, *(f"{name} moved" for name in moved)]
-            )
+            made = [*allocations.found, *(f"{name} moved" for name in moved)]
+            return Found(type(error), str(error), _places_of(error), made)
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
@@ -219,7 +307,7 @@ def parts_of(message: str) -> Parts:
 
 
 @cache
-def refusals_in(file: str) -> Mapping[int, str]:
+def _refusals_in(file: str) -> Mapping[int, str]:
     """Every statement of a file of the package that raises an error about what was given, or warns: lines -> text."""
     tree, found = ast.parse((PACKAGE / file).read_text()), {}
     for node in ast.walk(tree):
@@ -235,6 +323,6 @@ def refusals_in(file: str) -> Mapping[int, str]:
 
 def not_provoked(file: str, places: set[tuple[str, int]]) -> Iterator[str]:
     """The refusals of a file at none of these places."""
-    lines = refusals_in(file)
+    lines = _refusals_in(file)
     reached = {lines[line] for of, line in places if of == file and line in lines}
     yield from dict.fromkeys(text for text in lines.values() if text not in reached)

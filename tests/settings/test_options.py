@@ -1,0 +1,319 @@
+"""Options as fields of `L2LConfig`, as arguments of the Trainer, and on the command line: what is taken, and what each
+becomes. What is refused is in tests/sim/test_refusals.py, one value of each option."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import os
+import pickle
+import re
+import typing
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.training_args import OptimizerNames
+
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l, make_l2l_arguments
+from hf_l2l.hf.training_args import OWN_OPTIONS, l2l_config
+from hf_l2l.option_names import argument
+from refusal_models import MyOptimizer
+from tiers import times
+from training import arguments, rows, tiny_bert
+
+OF_THE_TRAINER = {"device_memory_budget": "auto"}
+"""Defaults that are others in `L2LConfig`."""
+NAMES = [field.name for field in fields(L2LConfig)]
+
+
+def parsed(*words: str) -> L2LTrainingArguments:
+    parser = hf.HfArgumentParser(L2LTrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--report_to", "none", *words])
+    return args
+
+
+# ---- the config
+
+
+def test_a_config_is_a_value():
+    config = L2LConfig()
+    assert (config.ubatch_size, config.stash, config.device, config.layer_classes) == (None, "device", None, None)
+    assert L2LConfig(ubatch_size=2) == L2LConfig(ubatch_size=2) != L2LConfig(ubatch_size=3)
+    assert hash(L2LConfig(layer_classes=("Block",))) == hash(L2LConfig(layer_classes=["Block"]))
+    assert list(inspect.signature(L2LConfig).parameters) == NAMES
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ubatch_size = 3
+    with pytest.raises(TypeError):
+        L2LConfig(4)  # by name only
+    with pytest.raises(ValueError, match=r"\(got 0\)"):
+        dataclasses.replace(config, ubatch_size=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", torch.device("cpu")])
+def test_names_of_devices(device):
+    assert L2LConfig(device=device).device == device
+
+
+def test_there_are_no_more_threads_than_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert L2LConfig(num_threads=4).num_threads == 4
+    with pytest.raises(ValueError, match="4 cores"):
+        L2LConfig(num_threads=5)
+
+
+WORDS = sorted(set(re.findall(r"'(\w+)'", str([*typing.get_type_hints(L2LConfig).values()]))))
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.sampled_from([10**7, 10**400]),
+    st.floats(),
+    st.complex_numbers(),
+    st.sampled_from(["cpu", "cuda:1", "Block", "yes", "4", "8GiB", "a\0b", "\ud800", "x" * 300, "nonsense?/"]),
+    st.sampled_from(WORDS),
+    st.text(st.characters(exclude_characters="/"), max_size=5),  # and no path that another test looks at
+    st.binary(max_size=3),
+)
+ANYTHING = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=2),
+    st.lists(SCALARS, max_size=2).map(tuple),
+    st.just([[]]),
+    st.dictionaries(st.text(max_size=2), SCALARS, max_size=1),
+    st.builds(torch.ones, st.integers(0, 2)),
+    st.builds(object),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=times(25, 300), deadline=None)
+@given(value=ANYTHING)
+def test_any_value_makes_a_config_or_is_refused_by_the_name_that_was_typed(name, value):
+    named = argument(name)
+    options = {"max_grad_norm": 0.0, "report_to": []}
+    try:
+        config = L2LConfig(**{name: value})
+    except ValueError as error:
+        said = str(error)
+        assert re.search(rf"\b{name}\b", said), said
+        if name != "device":
+            with pytest.raises(ValueError) as refused:
+                L2LTrainingArguments("out", **options, **{named: value})
+            assert re.sub(r"\bl2l_", "", str(refused.value)) == said
+            assert str(refused.value).startswith(named) or f"(got {named}=" in str(refused.value)
+    else:
+        assert config == L2LConfig(**{name: value})
+        assert isinstance(hash(config), int)
+        if name != "device":
+            asked = l2l_config(L2LTrainingArguments("out", **options, **{named: value}))
+            assert getattr(asked, name) == getattr(config, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "end"),
+    [
+        (L2LConfig, "ubatchsize", "did you mean ubatch_size?"),
+        (L2LConfig, "l2l_trace", "did you mean trace?"),
+        (L2LConfig, "zzz", "help(L2LConfig) lists them"),
+        (L2LTrainingArguments, "boundary", "did you mean l2l_boundary?"),
+        (L2LTrainingArguments, "l2l_bounary", "did you mean l2l_boundary?"),
+        (make_l2l_arguments(hf.Seq2SeqTrainingArguments), "l2l_stash", "did you mean stash?"),
+        (make_l2l_arguments(hf.Seq2SeqTrainingArguments), "evaluation_strategy", "did you mean eval_strategy?"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_told_with_the_nearest(kind, name, end):
+    with pytest.raises(TypeError, match=rf"option of {kind.__name__} must.* \(got {name}\); {re.escape(end)}$"):
+        kind(**{name: 1, "stash": "host"})
+    if kind is L2LConfig:
+        with pytest.raises(TypeError, match=re.escape(end)):
+            dataclasses.replace(L2LConfig(), **{name: 1})
+
+
+def test_a_subclass_may_take_other_arguments(tmp_path):
+    class Own(L2LTrainingArguments):
+        def __init__(self, folder, *, size):
+            super().__init__(str(folder), ubatch_size=size, report_to=[])
+
+    class Passing(L2LTrainingArguments):
+        def __init__(self, **options):
+            super().__init__(str(tmp_path), ubatch_size=options.pop("size"), report_to=[])
+
+    assert Own(tmp_path, size=3).ubatch_size == Passing(size=3).ubatch_size == 3
+    with pytest.raises(TypeError, match=r"option of Own must be one that it has \(got sise\); did you mean size\?"):
+        Own(tmp_path, sise=3)
+
+
+# ---- as arguments
+
+
+AS_PARSED = {name: (str | os.PathLike[str] | None, str | None) for name in ("trace", "spill_dir", "state_dir")} | {
+    "layer_classes": (tuple[str, ...] | None, list[str] | None)
+}
+"""Types of `L2LConfig` that a parser cannot make of words, and those of the arguments."""
+
+
+def test_arguments_have_the_options_of_the_config_with_their_types_defaults_and_descriptions():
+    types, typed = typing.get_type_hints(L2LConfig), typing.get_type_hints(L2LTrainingArguments)
+    assert list(OWN_OPTIONS)[: len(NAMES) - 1] == [argument(name) for name in NAMES if name != "device"]
+    for option in fields(L2LConfig):
+        assert f"\n        {option.name}: " in L2LConfig.__doc__
+        if option.name == "device":
+            continue
+        name = argument(option.name)
+        here = OWN_OPTIONS[name]
+        assert (types[option.name], typed[name]) == AS_PARSED.get(option.name, (types[option.name],) * 2)
+        assert (here.default, here.metadata.keys()) == (OF_THE_TRAINER.get(name, option.default), {"help"})
+        assert re.sub(r"`l2l_(\w+)(=[^`]*)?`", r"`\1\2`", here.metadata["help"]) == option.metadata["help"]
+
+
+def test_arguments_say_what_they_add_to_those_of_transformers():
+    ours = {field.name: field for field in fields(L2LTrainingArguments)}
+    assert set(ours) == set(inspect.signature(L2LTrainingArguments).parameters)
+    assert set(OWN_OPTIONS) == set(ours) - {field.name for field in fields(hf.TrainingArguments)}
+    parser = hf.HfArgumentParser(L2LTrainingArguments)
+    for name, option in OWN_OPTIONS.items():
+        assert len(option.metadata["help"]) > 30 and f"\n        {name}: " in L2LTrainingArguments.__doc__
+        [action] = [action for action in parser._actions if f"--{name}" in action.option_strings]
+        assert (action.default, action.help) == (option.default, option.metadata["help"])
+    shown = " ".join(parser.format_help().split())
+    assert "after `l2l_loss_scale_interval` steps in a row without an overflow. (default: 2.0)" in shown
+
+
+def test_options_come_from_words_and_from_a_file(tmp_path):
+    args = parsed("--ubatch_size", "4", "--stash", "host", "--l2l_layer_classes", "A", "B")
+    assert l2l_config(args) == L2LConfig(ubatch_size=4, stash="host", layer_classes=("A", "B"), **OF_THE_TRAINER)
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({"output_dir": "out", "report_to": [], "ubatch_size": 2, "stash": "host"}))
+    (args,) = hf.HfArgumentParser(L2LTrainingArguments).parse_json_file(str(file))
+    assert l2l_config(args) == L2LConfig(ubatch_size=2, stash="host", **OF_THE_TRAINER)
+    for plain in (parsed(), arguments(hf.TrainingArguments, tmp_path)):
+        assert l2l_config(plain) == L2LConfig(**OF_THE_TRAINER)
+
+
+@pytest.mark.parametrize("words", [("--ubatch_size", "four"), ("--stash", "ssd")], ids=lambda words: words[0])
+def test_the_parser_refuses(words, capsys):
+    with pytest.raises(SystemExit):
+        parsed(*words)
+    assert words[0] in capsys.readouterr().err
+
+
+def test_arguments_can_be_written_copied_and_replaced(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, ubatch_size=3, stash="host", l2l_layer_classes=["A", "B"])
+    written = json.loads(json.dumps(args.to_dict()))
+    assert (written["ubatch_size"], written["stash"], written["l2l_layer_classes"]) == (3, "host", ["A", "B"])
+    assert json.loads(args.to_json_string())["ubatch_size"] == 3
+    assert args.to_sanitized_dict()["stash"] == "host"
+    for other in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):  # noqa: S301  # our own bytes
+        assert isinstance(other, L2LTrainingArguments)
+        assert l2l_config(other) == l2l_config(args)
+        assert other.to_dict() == args.to_dict()
+    assert (dataclasses.replace(args, ubatch_size=5).ubatch_size, args.ubatch_size) == (5, 3)
+    with pytest.raises(ValueError, match=r"\(got 0\)"):
+        dataclasses.replace(args, ubatch_size=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"l2l_optimizer": ["lamb"]},
+        {"l2l_save_dtype": 16},
+        {"l2l_save_dtype": []},
+        {"l2l_optimizer": "lamb", "optim_args": "x=1"},
+    ],
+    ids=str,
+)
+def test_other_bad_values_of_the_trainers_own_options(options, tmp_path):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        arguments(L2LTrainingArguments, tmp_path, **options)
+
+
+# ---- what a trainer does with them
+
+
+def made(args: hf.TrainingArguments, **options: Any) -> L2LTrainer:
+    model = {} if "model_init" in options else {"model": tiny_bert(layers=2)}
+    return L2LTrainer(**model, args=args, train_dataset=rows(), **options)
+
+
+@pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
+def test_what_places_or_casts_the_model_is_refused_however_it_comes(kind, tmp_path):
+    """Of plain arguments, too, and for a model that is made later; what is no conflict is taken."""
+    placed = arguments(kind, tmp_path)
+    placed.deepspeed = {"zero_optimization": {"stage": 3}}
+    others = {"fp16_full_eval": True, "torch_compile_backend": "inductor"}
+    refused = {name: arguments(kind, tmp_path, use_cpu=True, **{name: value}) for name, value in others.items()}
+    for name, args in {"deepspeed": placed, **refused}.items():
+        for options in ({}, {"model_init": lambda: tiny_bert(layers=2)}):
+            with pytest.raises(ValueError, match=f"^{name.removesuffix('_backend')} cannot be used with L2L"):
+                made(args, **options)
+    made(arguments(kind, tmp_path, bf16=True, use_cpu=True))
+
+
+IN_BACKWARD = {each.value: each.value.removesuffix("_layerwise") for each in OptimizerNames}
+IN_BACKWARD = {name: plain for name, plain in IN_BACKWARD.items() if name != plain}
+IN_BACKWARD |= {"lomo": "sgd", "adalomo": "adafactor"}
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_optimizers_that_update_in_backward_are_refused(name, tmp_path):
+    assert IN_BACKWARD[name] in list(OptimizerNames)
+    args = arguments(L2LTrainingArguments, tmp_path, optim=name, optim_target_modules=["attention"])
+    with pytest.raises(ValueError, match=f"got optim='{name}'.* use optim='{IN_BACKWARD[name]}'"):
+        made(args)
+
+
+def test_what_is_set_after_the_arguments_were_made_is_refused_too(tmp_path, monkeypatch):
+    args = arguments(L2LTrainingArguments, tmp_path, eps_update="eager", max_grad_norm=0.0)
+    args.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match="max_grad_norm=1.0"):
+        made(args)
+    args.max_grad_norm = 0.0
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")  # as `accelerate launch` sets it
+    made(args)
+
+
+def test_errors_of_later_on_name_what_was_typed(tmp_path):
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes=["Nowhere"])
+    with pytest.raises(ValueError, match="every name in l2l_layer_classes must be"):
+        made(args).l2l_summary()
+    with pytest.raises(ValueError, match="every name in layer_classes must be"):
+        attach_l2l(tiny_bert(), L2LConfig(device="cpu", layer_classes=("Nowhere",)))
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_grad_dtype="16bit")
+    with pytest.raises(ValueError, match=r"l2l_grad_dtype='16bit' and l2l_moment_dtype='bf16' are made fp32"):
+        made(args, optimizer_cls_and_kwargs=(MyOptimizer, {"lr": 0.1})).create_optimizer()
+
+
+@pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
+def test_a_trainer_counts_the_devices_that_layers_run_on(kind, tmp_path):
+    """Here the CPU alone, whatever transformers has found."""
+    args = arguments(kind, tmp_path)
+    args._n_gpu = 2
+    trainer = made(args)
+    assert (args.n_gpu, trainer.args.train_batch_size) == (1, args.per_device_train_batch_size)
+
+
+@pytest.mark.parametrize("asked", ["2", "1,0", "auto"])
+def test_on_the_cpu_the_option_of_devices_changes_nothing(asked, tmp_path):
+    """A script for several devices runs there, too."""
+    trainer = made(arguments(L2LTrainingArguments, tmp_path, l2l_devices=asked, use_cpu=True))
+    assert "cpu" in trainer.l2l_summary() and trainer.args.train_batch_size == 8
+
+
+def test_lamb_is_made_of_the_trainers_options(tmp_path):
+    options = {"learning_rate": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-5, "weight_decay": 0.2}
+    args = arguments(L2LTrainingArguments, tmp_path, l2l_optimizer="lamb", **options)
+    optimizer = made(args).create_optimizer()
+    assert isinstance(optimizer, Lamb)
+    decay, rest = optimizer.param_groups
+    assert (decay["lr"], decay["betas"], decay["eps"]) == (0.5, (0.8, 0.95), 1e-5)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.2, 0.0)
+    assert parsed("--l2l_optimizer", "lamb").l2l_optimizer == "lamb"
+    with pytest.raises(ValueError, match="got one passed to the Trainer, and l2l_optimizer='lamb'"):
+        made(args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
