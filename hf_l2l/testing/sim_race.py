@@ -176,8 +176,10 @@ class _Current(threading.local):
     of its forward: the same, where a backward runs on the streams of its forward.)
     """
 
+    device = 0
+    """Also in the middle of `__init__`, where garbage may be collected that unlocks pages."""
+
     def __init__(self) -> None:
-        self.device = 0
         self._streams = Streams()
         self._taken: Streams | None = None
         """Those of a backward that the thread has taken over."""

@@ -24,6 +24,7 @@ from torch import nn
 from clients import on_sim
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.runtime.tensors import map_tensors
+from tiers import more, nightly
 from training import settled_memory
 
 DATA = Path(os.environ.get("L2L_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -128,7 +129,7 @@ def contrastive_loss(rows: Dataset, **options: object) -> tuple[float, torch.Ten
 
 
 @on_host
-@pytest.mark.parametrize("count", [64, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [64, *more(512)])
 def test_a_contrastive_batch_in_micro_batches(pairs, count):
     rows = pairs.select(range(count))
     (expected, gradient), (found, other) = contrastive_loss(rows), contrastive_loss(rows, ubatch_size=16, stash="host")
@@ -136,7 +137,7 @@ def test_a_contrastive_batch_in_micro_batches(pairs, count):
     torch.testing.assert_close(other, gradient, rtol=1e-3, atol=gradient.abs().max().item() * 1e-4)
 
 
-@pytest.mark.slow
+@nightly
 @pytest.mark.skipif(not on_sim(), reason="counts the memory of the simulated accelerator")
 def test_a_contrastive_batch_of_512_takes_less_than_plain_64(pairs):
     def peak(count: int, **options: object) -> int:

@@ -303,7 +303,9 @@ def _run_tests(device: str, names: str, said: int, checkout: Path) -> None:
     os.chdir(checkout)
     sys.path[:] = [str(checkout), *(each for each in sys.path if not each.startswith(str(ROOT / "tests")))]
     imported = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins of which a part has been
-    words = ("-x", "-q", "--tb=no", "--no-header", *imported, "-m", "not slow and not gpu")
+    words = ["-x", "-q", "--tb=no", "--no-header", *imported]
+    if '"slow:' in Path("pyproject.toml").read_text(encoding="utf-8"):  # of a commit whose tests are marked
+        words += ["-m", "not slow and not gpu"]
     os._exit(pytest.main([*words, f"@{names}"]))
 
 
