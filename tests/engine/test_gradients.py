@@ -295,19 +295,23 @@ def test_what_was_clipped_is_added_to():
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
 def test_norms_contain_what_a_loss_makes_of_the_masters_themselves(mode, together):
-    """Autograd writes to their gradients without any callback."""
+    """Autograd writes to their gradients without any callback; in the second backward, to sums that are there."""
     model, eps, optimizer, batch = attach(eps_update=mode)
     for _ in range(2):
-        loss = model(**batch).loss
-        penalty = sum(100.0 * p.square().sum() for p in model.parameters())
-        if together:
-            (loss.cpu() + penalty).backward()
-        else:
-            loss.backward()
-            penalty.backward()
+        for _ in range(2):
+            loss = model(**batch).loss
+            penalty = sum(100.0 * p.square().sum() for p in model.parameters())
+            if together:
+                (loss.cpu() + penalty).backward()
+            else:
+                loss.backward()
+                penalty.backward()
         norm = eps.grad_norm()
         assert torch.equal(norm, torch.nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()]))
+        expected = {name: 2 * 200.0 * p.detach() for name, p in model.named_parameters()}
         assert norm > 100.0
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=0.0, atol=2.0, msg=name)
         optimizer.step()
 
 

@@ -163,3 +163,17 @@ def test_a_hook_that_comes_later_sees_fp32_gradients_and_the_bits_are_the_same()
         optimizer.step()
     assert seen == [torch.float32, torch.float32]
     assert_same_run(run_of(model, optimizer, []), expected)
+
+
+def test_16_bit_gradients_have_the_same_bits_in_all_modes():
+    runs = []
+    for mode in MODES:
+        model, eps, optimizer, batch = attach(Toy(2), eps_update=mode, grad_dtype="16bit")
+        for _ in range(2):
+            train_once(model, batch)
+            assert mode == "eager" or {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+            optimizer.step()
+        eps.synchronize()
+        runs.append(run_of(model, optimizer, []))
+    for found in runs[1:]:
+        assert_same_run(found, runs[0])

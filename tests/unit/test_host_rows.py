@@ -6,8 +6,12 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional
 
+from hf_l2l.rows.functions import BY_ROWS
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of, uploaded_rows
+from hf_l2l.rows.row_modules import input_embeddings
+from models import bert
 
 
 class Uploads:
@@ -169,3 +173,26 @@ def test_the_gradient_of_a_slice_is_made_a_few_rows_at_a_time(uploads):
     assert isinstance(found, HostRows) and torch.equal(host_of(found), expected)
     whole = torch.ops.aten.slice_backward(uploads.gradient(host), [6, 2, 3], 0, 1, 6, 1)
     assert type(whole) is torch.Tensor and torch.equal(whole[1:], host)
+
+
+def test_which_functions_of_rows_are_computed_row_by_row():
+    x = torch.randn(4, 3, 2)
+    for function, args, is_by_rows in (
+        (functional.dropout, (x, 0.5, True), True),
+        (functional.dropout, (x, 0.5, True, True), False),  # in place
+        (torch.Tensor.add, (x, 1.0), True),
+        (torch.Tensor.to, (x, torch.float64), True),
+        (torch.Tensor.to, (x, "cpu"), False),
+        (torch.Tensor.__getitem__, (x, (slice(None), 0)), True),
+        (torch.Tensor.__getitem__, (x, (slice(None), slice(0, 2))), False),  # most of it
+        (torch.Tensor.__getitem__, (x, (0, slice(None))), False),  # a row
+        (torch.Tensor.__getitem__, (x, (..., slice(0, 1), 0)), True),
+    ):
+        assert BY_ROWS[function](args, {}) == is_by_rows, (function, args[1:])
+
+
+def test_which_modules_are_computed_row_by_row():
+    model = bert()
+    layers = list(model.bert.encoder.layer)
+    found = input_embeddings(list(model.modules()), layers)
+    assert found == {model.bert.embeddings.word_embeddings, model.bert.embeddings}
