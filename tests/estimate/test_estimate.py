@@ -236,7 +236,7 @@ def test_the_largest_depends_on_the_optimizer_and_the_stash(nothing_else):
     model = of_layers(3)
 
     def layers(config: L2LConfig, optimizer: Any = None, tokens: int = 8) -> int:
-        found = estimate(model, config, optimizer, rows=2, tokens=tokens, host_memory=2 * 10**6)
+        found = estimate(model, config, optimizer, rows=2, tokens=tokens, host_memory=10**6)
         return found.largest["fp32"].layers
 
     adam = layers(on_host())
