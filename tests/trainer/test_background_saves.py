@@ -50,7 +50,7 @@ def test_copies_take_two_layers_at_most_and_they_are_resumed_from(tmp_path, monk
     options = {"eps_update": "deferred", "l2l_async_save": True}
     with monkeypatch.context() as patch:
         disk = SlowDisk(patch)
-        model = tiny_bert(layers=6)
+        model = tiny_bert(layers=4)
         whole = trained(tmp_path / "run", model=model, **options)
     parameters = list(model.bert.encoder.layer[0].parameters())
     layer, steps = sum(p.nbytes for p in parameters), 2 * 4 * len(parameters)
@@ -60,9 +60,9 @@ def test_copies_take_two_layers_at_most_and_they_are_resumed_from(tmp_path, monk
     # What the disk has seen when it waited; there may be more copies between its waits.
     assert found["now"] == 0 and found["peak"] >= disk.copied_bytes
     checkpoint = tmp_path / "run" / "checkpoint-2"
-    assert_same_run(trained(tmp_path / "l2l", model=tiny_bert(layers=6), resumes=checkpoint), whole)
+    assert_same_run(trained(tmp_path / "l2l", model=tiny_bert(layers=4), resumes=checkpoint), whole)
     if DEVICE == "cpu":
-        plain = trained(tmp_path / "plain", plain_trainer, model=tiny_bert(layers=6), resumes=checkpoint)
+        plain = trained(tmp_path / "plain", plain_trainer, model=tiny_bert(layers=4), resumes=checkpoint)
         assert_same_run(plain, whole)
 
 

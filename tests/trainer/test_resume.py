@@ -235,7 +235,7 @@ CASES: dict[str, dict[str, Any]] = {
     "boundary": {"l2l_boundary": "host", "stash": "host", "ubatch_size": 2},
 }
 FAST = {
-    "cpu": {"merged", "epochs that are cut", "fp16", "workers", "own loader", "plateau", "eager"},
+    "cpu": {"merged", "epochs that are cut", "fp16", "workers", "own loader"},
     "sim": {"fp16", "rows from a stream"},
 }.get(DEVICE, set())
 NOT_HERE = {"cpu": {"resident", "boundary"}, "sim": {"own loader", "plateau", "linear", "logged seldom"}}.get(
