@@ -138,4 +138,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        # The same examples in every run, however slow the machine is.
+        settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+        settings.load_profile("tests")
     torch.set_num_threads(1)
