@@ -42,20 +42,7 @@ ALL_MODES: dict[str, dict[str, Any]] = {
     "resident": {"eps_update": "deferred", "resident": "shell", "resident_layers": 1, "resident_update": "host"},
     "kept": {"eps_update": "deferred", "kept_weights": 1, "kept_graphs": 1},
 }
-NAMES = [
-    "bert",
-    "roberta",
-    "electra",
-    "deberta_v2",
-    "gpt2",
-    "llama",
-    "t5",
-    "vit",
-    "adapted",
-    "tied",
-    "skipping",
-    "large",
-]
+NAMES = [*(name for name in FAMILIES if name != "t5"), "adapted", "tied", "skipping", "large"]
 
 
 def is_possible(place: str, name: str, mode: str, accumulated: int) -> bool:
