@@ -423,10 +423,12 @@ def test_no_program_takes_more_and_more(name):
     made = attach(stash="host", gradient_slots=1)
     case = Case(*made, config_for(made[0], device="sim", ubatch_size=3, stash="host", gradient_slots=1))
     seen = []
-    for _ in range(4):
+    for _ in range(5):
         case.model.requires_grad_(True)
         case.optimizer.zero_grad()
         SCENARIOS[name](case)
         case.optimizer.zero_grad()
         seen.append(settled())
-    assert len(set(seen[1:])) == 1
+    # What one turn leaves to the next one's forward, it may have left or not when the memory is read.
+    for earlier, later in zip(zip(*seen[1:3], strict=True), zip(*seen[3:], strict=True), strict=True):
+        assert min(later) <= max(earlier)
