@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from host_cases import on_hosts
+from models import FAMILIES
 from rank_cases import MODES, assert_same, trained
 from tiers import few, more
 
