@@ -29,7 +29,7 @@ def _two() -> Iterator[None]:
 
 
 def run(folder, **options: Any) -> hf.Trainer:
-    made = l2l_trainer(folder, **{"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, **options})
+    made = l2l_trainer(folder, **{"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **options})
     made.train()
     return made
 

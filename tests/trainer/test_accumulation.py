@@ -50,7 +50,7 @@ def test_a_step_is_that_of_its_batches(tmp_path, options):
 
 
 SIXTEEN = [
-    ({"cmp": "fp16", "l2l_loss_scale_init": 2.0**32, "l2l_loss_scale_backoff": 2.0**-6}, 2e-3, 1e-2),
+    ({"cmp": "fp16", "l2l_loss_scale_init": 2.0**32, "l2l_loss_scale_backoff": 2.0**-16}, 2e-3, 1e-2),
     *more(({"cmp": "bf16"}, 1e-2, 4e-3), ({"l2l_grad_dtype": "16bit"}, 1e-2, 4e-3)),
     ({"bf16": True, "use_cpu": DEVICE == "cpu"}, 1e-2, 4e-3),
 ]
@@ -59,7 +59,7 @@ SIXTEEN = [
 @pytest.mark.parametrize(("options", "rel", "weights"), SIXTEEN, ids=lambda value: str(value))
 def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
     """Adam makes of the sign of a small gradient a whole learning rate, hence the tolerance of the weights."""
-    folded, apart = pair(tmp_path, max_steps=5 if "l2l_loss_scale_init" in options else 3, **options)
+    folded, apart = pair(tmp_path, **options)
     seen = forwards(folded)
     assert told(folded)
     assert seen[-1] == 8
@@ -68,7 +68,7 @@ def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
         ours, theirs = ([entry.get(name) for entry in t.state.log_history] for t in (folded, apart))
         assert ours == theirs
     if "l2l_loss_scale_init" in options:
-        assert folded.state.log_history[-2]["skipped_steps"] > 1
+        assert folded.state.log_history[-2]["skipped_steps"] == 1
 
 
 @pytest.mark.parametrize(("size", "seen_by_layers"), [*more((None, [3, 3, 3, 1])), (2, [2, 1, 2, 1, 2, 1, 1])])
@@ -195,17 +195,17 @@ def test_what_the_first_step_finds(tmp_path, kind, reason):
 # ---- steps that fail
 
 
-NO_ROOM = [("forward", 2, "deferred"), ("backward", 0, "serial"), *more(("backward", 2, "deferred"))]
+NO_ROOM = [("forward", 1, "deferred"), ("backward", 0, "serial"), *more(("backward", 2, "deferred"))]
 
 
 @pytest.mark.parametrize(("where", "steps", "mode"), NO_ROOM)
 def test_a_device_without_room_for_all_rows(tmp_path, where, steps, mode):
     """In the first step, or later, when rows are longer: that step and those after it run batch by batch."""
-    made, apart = pair(tmp_path, eps_update=mode, max_steps=4)
+    made, apart = pair(tmp_path, eps_update=mode, max_steps=steps + 2)
     seen = forwards(made)
     OutOfRoom(made, where, steps)
     assert told(made, "the device has no room for the rows of all batches at once")
-    assert seen == [*ONE_STEP, 8] + steps * [8] + ([8] if steps else []) + (4 - steps) * ONE_STEP
+    assert seen == [*ONE_STEP, 8] + steps * [8] + ([8] if steps else []) + 2 * ONE_STEP
     if steps:
         assert_folded(made, apart)
     else:
@@ -218,18 +218,18 @@ LATE = ["fails at once", "cannot be cut", "different inputs", "random numbers"]
 @pytest.mark.parametrize("late", LATE)
 def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path, late):
     """And so do all steps after that; nothing is lost, and random numbers are drawn again."""
-    begins = 0 if late == "fails at once" else 2
+    begins = 0 if late == "fails at once" else 1
 
     def run(draws: int = 1, **options):
         calls = []
 
         def collate(rows):
             calls.append(1)
-            extra = {"return_loss": True} if late == "different inputs" and len(calls) == 11 else {}
+            extra = {"return_loss": True} if late == "different inputs" and len(calls) == 7 else {}
             return {**padded(rows), **extra}
 
         model = tiny_llama(attention_dropout=0.3 if late == "random numbers" else 0.0)
-        made = accumulated.made(tmp_path, model=model, max_steps=4, of_trainer={"data_collator": collate}, **options)
+        made = accumulated.made(tmp_path, model=model, max_steps=2, of_trainer={"data_collator": collate}, **options)
 
         def refuse(module, args, kwargs):
             if len(kwargs["input_ids"]) > 4 and made.state.global_step == begins:
@@ -244,7 +244,7 @@ def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path, late):
     seen = forwards(tried)
     reasons = {"fails at once": "these rows cannot be run", "different inputs": late}
     assert told(tried, reasons.get(late, "so it is"))
-    assert seen[-8:] == 2 * ONE_STEP
+    assert seen[-4:] == ONE_STEP
     if late == "random numbers":
         again = run(draws=3)
         train(again)
@@ -336,12 +336,12 @@ def test_batches_run_one_by_one_and_a_warning_says_why(tmp_path):
     for name, (given, reason) in CASES.items():
         options = {"model": tiny_llama, **given}
         model, replaced = options.pop("model")(), options.pop("set", {})
-        made = accumulated.made(tmp_path, **options, model=model, max_steps=1)
+        made = accumulated.made(tmp_path, **options, model=model, gradient_accumulation_steps=2, max_steps=1)
         for attribute, value in replaced.items():
             setattr(made, attribute, getattr(made, attribute) if value is None else value)
         seen = forwards(made)
         assert told(made, reason), name
-        assert seen == ONE_STEP, name
+        assert seen == [2, 2], name
 
 
 def test_a_warning_has_the_numbers_of_the_arguments(tmp_path, device):
@@ -354,17 +354,17 @@ def test_a_warning_has_the_numbers_of_the_arguments(tmp_path, device):
 
 
 def test_experts_are_folded_without_the_loss_of_their_routers(tmp_path):
-    folded = accumulated.made(tmp_path, model=mixtral())
+    folded = accumulated.made(tmp_path, model=mixtral(), max_steps=2)
     seen = forwards(folded)
     assert told(folded)
-    assert seen[-3:] == [8, 8, 8]
-    plain = accumulated.made(tmp_path, kind=hf.Trainer, model=mixtral())
+    assert seen[-2:] == [8, 8]
+    plain = accumulated.made(tmp_path, kind=hf.Trainer, model=mixtral(), max_steps=2)
     train(plain)
     assert_folded(folded, plain, weights=1e-3)
     routed = []
     for kind in (L2LTrainer, hf.Trainer):
         model = mixtral(output_router_logits=True, router_aux_loss_coef=0.1)
-        routed.append(accumulated.made(tmp_path, kind=kind, model=model))
+        routed.append(accumulated.made(tmp_path, kind=kind, model=model, max_steps=2))
         train(routed[-1])
     assert_folded(*routed, weights=1e-3)
 
