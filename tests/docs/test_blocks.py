@@ -29,6 +29,7 @@ AT_MOST_NOT_RUN = 4
 
 MARKED = [block for block in PYTHON if block.code.startswith(MARK)]
 RUN = [block for block in PYTHON if block not in MARKED and "from trl import" not in block.code]
+WHOLE = [block for block in RUN if is_simulated(block) or any(setting in block.code for setting in SHORTER)]
 
 
 @needs_datasets
@@ -62,11 +63,9 @@ def run_apart(code: str, folder: Path) -> str:
 @nightly
 @needs_datasets
 @needs_demo_model
-@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
+@pytest.mark.parametrize("block", WHOLE, ids=lambda block: block.name)
 def test_all_rows_run(block, tmp_path):
     """Each block that is shortened elsewhere, or that asks for the simulated accelerator, as it is."""
-    if not is_simulated(block) and not any(setting in block.code for setting in SHORTER):
-        pytest.skip("it is run as it is elsewhere")
     ran = run_apart(block.code, tmp_path)
     assert ("evaluate()" in block.code) == ("'eval_loss'" in ran)
     if block.file == README:
