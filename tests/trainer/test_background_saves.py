@@ -67,16 +67,16 @@ def test_copies_take_two_layers_at_most_and_they_are_resumed_from(tmp_path, monk
 
 
 def test_what_the_program_changes_is_saved_first(tmp_path, monkeypatch):
-    """Weights, tied ones, too, and moments, right after a checkpoint was begun."""
+    """Moments after `synchronize`, then weights, tied ones, too, right after a checkpoint was begun."""
 
     def run(folder: Path, **options: Any) -> None:
         def change() -> None:
-            with torch.no_grad():
-                for p in made.model.parameters():
-                    p.mul_(0.5)
             made.eps.synchronize()
             for moments in getattr(made.optimizer, "optimizer", made.optimizer).state.values():
                 moments["exp_avg"].zero_()
+            with torch.no_grad():
+                for p in made.model.parameters():
+                    p.mul_(0.5)
 
         torch.manual_seed(0)
         model = llama(tie_word_embeddings=True)
