@@ -56,6 +56,7 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         if attachment_of(model) is None and is_placed(model, args.device):
             tell("the Trainer has put the model on %s; it moves to the host", args.device)
             model.to(stream.HOST)
+            _move_state_to_host(kwargs["optimizer"])
         _refuse_skipped_steps(self.config, computing_dtype(self.config.cmp, self._device(args)))
         config = replace(self.config, device=args.device) if self.config.device is None else self.config
         eps = attach_l2l(model, config)
@@ -84,6 +85,14 @@ class L2LCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         attached = attachment_of(_given(args, kwargs)[1])
         if attached is not None:
             attached.eps.synchronize()
+
+
+def _move_state_to_host(optimizer: Any) -> None:
+    """The state of an optimizer that a Trainer has loaded from a checkpoint lies where the weights lay then."""
+    for state in unwrapped(optimizer).state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = value.to(stream.HOST)
 
 
 def _refuse_skipped_steps(config: L2LConfig, dtype: torch.dtype | None) -> None:
