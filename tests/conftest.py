@@ -10,14 +10,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 # The tests never look for a Hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
-from devices import DEVICE, runs_here  # first: the simulated accelerator is enabled before any backward
-from tiers import ALL
+from devices import (  # first: the simulated accelerator is enabled before any backward
+    DEVICE,
+    runs_here,
+)
+from tiers import chosen
 
 pytest.register_assert_rewrite(
     "clients", "cmp_cases", "glue_script", "models", "parity_cases", "resumed", "runs", "training", "update_cases"
@@ -44,13 +48,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if runs_here(folder, config.args) else True
 
 
-def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
-    """Nothing is collected of a test for `make test-all` alone, or for a device with memory of its own."""
-    if not callable(obj):
-        return None
-    marks = {mark.name for mark in getattr(obj, "pytestmark", ())}
-    is_left_out = ("nightly" in marks and not ALL) or ("on_a_device" in marks and DEVICE == "cpu")
-    return [] if is_left_out else None
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> Iterator[Any]:
+    """What does not run is not collected."""
+    found = yield
+    marks = [mark.name for mark in getattr(obj, "pytestmark", ())] if callable(obj) else ()
+    return chosen(found, marks, collector.path.parent.name) if isinstance(found, list) else found
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from hf_l2l.noise import growth as growth_of
 from hf_l2l.noise import trainer_part
 from hf_l2l.noise.estimate import NoiseScale
 from runs import assert_same_run, assert_same_tensors
-from tiers import more, nightly
+from tiers import cpu_suffices, more
 from training import l2l_trainer, rows, tiny_bert
 
 ROWS = 44
@@ -32,8 +32,6 @@ RUN: dict[str, Any] = {
     "l2l_noise_scale": True,
     "l2l_noise_scale_every": "1",
 }
-cpu_suffices = nightly if DEVICE != "cpu" else lambda test: test
-"""Of what no device changes: elsewhere than on the CPU, `make test-all` alone runs it."""
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 
 
