@@ -20,6 +20,7 @@ from hf_l2l import EngineFailedError, detach_l2l
 from hf_l2l.eps import updates
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.runtime import stream
 from late_updates import late_updates
 from memory_switches import poisoned_releases
 from models import train_once
@@ -55,10 +56,14 @@ def failing(what: str, victim: torch.Tensor) -> Iterator[None]:
     def of_masters(arguments: Any) -> Any:
         return [master.parameter for master in arguments[1]]
 
+    def of_norms(arguments: Any) -> Any:
+        _, kind, of = arguments
+        return (of.parameters() if isinstance(of, nn.Module) else [of]) if kind == "norm" else []
+
     owner, name, parameters = {
         "upload": (Copies, "of_unit", of_unit),
         "download": (Gradients, "receive", of_pairs),
-        "norm": (Gradients, "_send_norms", of_pairs),
+        "norm": (stream, "span", of_norms),
         "update": (updates, "carry_out", of_masters),
     }[what]
     original: Callable[..., Any] = getattr(owner, name)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.engine.relay import Relay
+from hf_l2l.device.slots import WeightSlots
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.engine.sweeps import InputGradients
 from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
@@ -30,7 +30,6 @@ from tiers import combinations
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are logged after a moment."""
     monkeypatch.setattr(stall_log, "INTERVAL_S", 0.1)
-    monkeypatch.setattr(worker, "_POLL_S", 0.02)
 
 
 def stall_threads() -> list[threading.Thread]:
@@ -149,7 +148,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     clock = types.SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
     monkeypatch.setattr(stall_log, "time", clock)
-    monkeypatch.setattr(stall_log._StallThread, "register", register)
+    monkeypatch.setattr(stall_log.StallThread, "register", register)
     return passes
 
 
@@ -198,7 +197,7 @@ def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
         monkeypatch.setattr(owner, name, slow)
 
     before(Splitter, "split_for")
-    before(Relay, "_weights")
+    before(WeightSlots, "weights")
     before(InputGradients, "__init__")
     before(EagerParamServer, "receive")
     model = Blocks(lambda: None, head=lambda: passes(10))

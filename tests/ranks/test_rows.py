@@ -108,8 +108,9 @@ def one_leaves(late: int) -> str:
                 patch.setattr(RowsStep, "run", after_it)
             run.steps([step])
         if run.rank == 1:
-            for task in run.eps.updates._begun:
-                if hasattr(task, "wait") and type(task).__name__ != "RemoteTask":
+            tasks = {m.update.task for m in run.eps.masters.all() if m.update is not None}
+            for task in tasks:
+                if type(task).__name__ != "RemoteTask":
                     task.wait("test")
             peers.close()
             return ""

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l.device import slots
+from hf_l2l.device.slots import WeightSlots
+from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime import stream, wait_reasons
 from memory_switches import land_the_rest, poisoned_releases
 from models import attached, batch_for, gradients, train_once
@@ -148,14 +149,14 @@ class Log:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
         self.entries: list[tuple[str, int]] = []
-        for kind, name in (("fill", "_fill"), ("use", "weights")):
-            original = getattr(slots.WeightSlots, name)
+        for kind, owner, name in (("fill", Copies, "of_unit"), ("use", WeightSlots, "weights")):
+            original = getattr(owner, name)
 
-            def logged(slots: Any, unit: Any, *, kind: str = kind, original: Any = original, **kw: Any) -> Any:
+            def logged(of: Any, unit: Any, *args: Any, kind: str = kind, original: Any = original, **kw: Any) -> Any:
                 self.entries.append((kind, index[unit.module]))
-                return original(slots, unit, **kw)
+                return original(of, unit, *args, **kw)
 
-            monkeypatch.setattr(slots.WeightSlots, name, logged)
+            monkeypatch.setattr(owner, name, logged)
 
     def filled(self) -> list[int]:
         return [layer for kind, layer in self.entries if kind == "fill"]

@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from torch import nn
 
+from devices import DEVICE
 from hf_l2l import (
     L2LCallback,
     L2LConfig,
@@ -20,7 +21,6 @@ from hf_l2l import (
     make_l2l_arguments,
     make_l2l_trainer,
 )
-from hf_l2l.model import precision
 from models import batch_for, llama, t5
 from plain import assert_as_plain, assert_close_run, is_attached, small_bert
 from tiers import more
@@ -285,7 +285,7 @@ def test_a_callback_refuses_what_l2l_cannot_honour(tmp_path, monkeypatch):
     args = arguments(hf.TrainingArguments, tmp_path)
     with pytest.raises(ValueError, match="a stack of layers"):
         with_callback(nn.Linear(2, 2), args).train()
-    monkeypatch.setattr(precision, "_computes_in_bf16", lambda device: False)
+    monkeypatch.setattr(torch.get_device_module(DEVICE), "is_bf16_supported", lambda: False, raising=False)
     made = with_callback(small_bert(), args, L2LConfig(cmp="auto"))
     with pytest.raises(ValueError, match="cmp='auto', which is fp16"):
         made.train()

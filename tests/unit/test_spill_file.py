@@ -156,7 +156,7 @@ def test_a_file_that_is_taken_for_one_left_behind_is_made_again(tmp_path, monkey
     def late(file: int, operation: int) -> None:
         calls.append(operation)
         if len(calls) == 1:
-            spill._remove_left_behind(str(tmp_path))
+            SpillFile(tmp_path, 1).check()
         if len(calls) == 3:
             raise BlockingIOError
         flock(file, operation)
