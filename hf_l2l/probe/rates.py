@@ -89,6 +89,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """What the system calls the processor, in `info` if it has that."""
     if info.exists():
         for line in info.read_text().splitlines():
             if line.startswith("model name"):
@@ -242,6 +243,7 @@ def flops_of(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float | 
 
 
 def product(device: torch.device, dtype: torch.dtype, rows: int) -> Callable[[], float]:
+    """A turn of one product of two square matrices."""
     a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 

@@ -183,6 +183,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_calls(calls: queue.SimpleQueue[Call | None], changed: threading.Condition) -> None:
+    """Make the calls one after the other, and notify of the end of each, until one is None."""
     while (call := calls.get()) is not None:
         with call:
             call.function()

@@ -56,10 +56,12 @@ def _take_into(taken: list[BaseException] | None) -> None:
 
 
 def in_tls(key: str) -> Any:
+    """What torch has stashed for this backward, in whichever of its threads; None if there is nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
 def stash(key: str, value: Any) -> None:
+    """Let torch bring `value` to each thread of the backwards that begin from here on; None ends that."""
     known = torch._C._is_key_in_tls(key)
     if value is None and known and hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(key)

@@ -56,6 +56,7 @@ def _told(family: Family, *, silent: bool) -> Report:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_l2l.verify",
         description="Check which families of transformers run layer to layer: tiny "

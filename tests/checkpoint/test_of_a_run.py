@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from hf_l2l import L2LTrainerMixin
 from hf_l2l.checkpoint.background import BackgroundSave
-from hf_l2l.checkpoint.data_position import position_file
 from hf_l2l.checkpoint.finding import check_whole, newest_whole
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
 from hf_l2l.hf import checkpoints
@@ -318,7 +317,7 @@ def test_a_save_that_the_program_asks_for_is_in_its_place_at_once(tmp_path):
     made.add_callback(At("on_save", None, lambda: seen.append(made.state.global_step)))
     made.train()
     assert len(seen) == 3, "one of each save of step 3, and that of the end; the program's own tells nobody"
-    assert (tmp_path / "checkpoint-2" / position_file(None)).exists()
+    assert (tmp_path / "checkpoint-2" / "rng_state_data.pth").exists()
     resumed = trained(tmp_path / "again", **options, resumes=tmp_path / "checkpoint-2")
     assert_same_tensors(resumed.model.state_dict(), made.model.state_dict())
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hf_l2l.cli.main import main
-from hf_l2l.cli.verify import COMPARED
+from hf_l2l.verify.checks import CHECKS
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -76,6 +76,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def checks_nothing(patch: pytest.MonkeyPatch) -> None:
     """`hf-l2l verify` finds no check to make of a model."""
-    nothing = {name: SimpleNamespace(status="note", text="not made") for name in COMPARED}
+    nothing = {name: SimpleNamespace(status="note", text="not made") for name in CHECKS}
     report = SimpleNamespace(status="green", results=nothing)
     patch.setattr("hf_l2l.verify.checks.verify", lambda *_, **__: report)

@@ -21,7 +21,6 @@ from hf_l2l.eps import updates
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.observer import Rows
 from hf_l2l.stash.spill import SpillFile
 from left_over import own_threads
 from models import batch_for
@@ -100,7 +99,7 @@ def _in_prefetch(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Fai
 
 
 def _of_layer(model: Any, index: int, of: Any) -> bool:
-    layer, of = model.blocks[index], of.layer if isinstance(of, Rows) else of
+    layer, of = model.blocks[index], getattr(of, "layer", of)
     return of is layer or any(of is p for p in layer.parameters())
 
 
