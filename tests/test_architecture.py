@@ -522,7 +522,7 @@ BESIDE = {
     "ranks": "counterparts meeting messages owners peers shared_pages team watch",
     "rows": "functions host_rows row_modules weight_sums",
     "runtime": "backward_callbacks compute_state flat_memory observer stall_log stream tensors wait_reasons worker",
-    "shared_eps": "host_memory remote server updates",
+    "shared_eps": "host_memory remote server",
     "stash": "arrivals rooms spill stash tiers",
     "state_tier": "disk files window",
     # Bytes and seconds that are told before a run, from shapes and rates: functions of numbers.

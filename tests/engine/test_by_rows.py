@@ -6,6 +6,8 @@ import copy
 import gc
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -133,14 +135,25 @@ class Kinds:
         run = ByRows.run
 
         def noted(by_rows: ByRows, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-            before, result = len(self.found), run(by_rows, module, forward, args, kwargs)
+            result = run(by_rows, module, forward, args, kwargs)
             call = by_rows.shell.call
-            if isinstance(result, HostRows):
-                del self.found[before:]  # of its parts, which run in it
-            if module in by_rows.embeddings and call is not None and call.replay is None and torch.is_grad_enabled():
+            is_part = self.runs > 0 or call is None or call.replay is not None
+            if module in by_rows.embeddings and not is_part and torch.is_grad_enabled():
                 self.found.append(type(result))
             return result
 
+        self.runs, inside = 0, ByRows.inside
+
+        @contextmanager
+        def running(by_rows: ByRows) -> Iterator[None]:
+            self.runs += 1
+            try:
+                with inside(by_rows):
+                    yield
+            finally:
+                self.runs -= 1
+
+        monkeypatch.setattr(ByRows, "inside", running)
         monkeypatch.setattr(ByRows, "run", noted)
 
 

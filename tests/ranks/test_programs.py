@@ -347,7 +347,7 @@ def test_rows_are_updated_by_all_ranks_if_the_optimizer_can_and_layers_keep_thei
     for rank, (begun, order) in enumerate(pool(2).run(begun_and_expected, optimizer)):
         assert f"the update of layers.{rank}" in begun
         last = ["the update of rows of head.weight", "the update of head.weight"]
-        assert begun[-2:] == last or (optimizer == "adafactor" and last[0] not in begun)
+        assert {*begun[-2:]} == {*last} or (optimizer == "adafactor" and last[0] not in begun)
         assert order == [f"layers.{n}" for n in (3, 2, 1, 0)] + ["small parameters in no layer"]
 
 
