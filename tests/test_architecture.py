@@ -534,7 +534,7 @@ BESIDE = {
     "probe": "disk figures known rates",
     "scale": "curves l2l",
     "shapes": "autocast fake_memory inputs traced",
-    "sizing": "capacity disk fit ranks",
+    "sizing": "capacity disk fit",
     # Files: checkpoints and reports, which are written, read, damaged and interrupted.
     "checkpoint": "background finding manifest reserved snapshot staging",
     "rank_saves": "background secured",
