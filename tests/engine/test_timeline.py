@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.device.slots import WeightSlots
+from hf_l2l.engine import relay
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
 from runs import assert_same_run, attach, train
@@ -186,7 +186,7 @@ def test_sweeps_that_are_never_stepped_after_are_timed_one_by_one(backward, pass
 def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
     """Learning how to split it, uploading it, receiving its gradients; what comes between layers tells after which."""
 
-    def before(owner: type, name: str) -> None:
+    def before(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
         def slow(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
         monkeypatch.setattr(owner, name, slow)
 
     before(Splitter, "split_for")
-    before(WeightSlots, "weights")
+    before(relay, "uploaded")
     before(EagerParamServer, "receive")
     model = Blocks(lambda: None, head=lambda: passes(10))
     attached(model, "cpu")
