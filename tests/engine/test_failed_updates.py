@@ -56,9 +56,14 @@ def failing(what: str, victim: torch.Tensor) -> Iterator[None]:
     def of_masters(arguments: Any) -> Any:
         return [master.parameter for master in arguments[1]]
 
+    receive, received = Gradients.receive, []
+
+    def receiving(gradients: Gradients, sums: Any, *rest: Any) -> None:
+        received[:] = [master.parameter for master, _ in sums]
+        receive(gradients, sums, *rest)
+
     def of_norms(arguments: Any) -> Any:
-        _, kind, of = arguments
-        return (of.parameters() if isinstance(of, nn.Module) else [of]) if kind == "norm" else []
+        return received if arguments[1] == "norm" else []
 
     owner, name, parameters = {
         "upload": (Copies, "of_unit", of_unit),
@@ -73,7 +78,7 @@ def failing(what: str, victim: torch.Tensor) -> Iterator[None]:
             raise FaultError(f"no {what}")
         return original(*arguments)
 
-    with mock.patch.object(owner, name, broken):
+    with mock.patch.object(Gradients, "receive", receiving), mock.patch.object(owner, name, broken):
         yield
 
 

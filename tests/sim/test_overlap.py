@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hf_l2l.device.slots import WeightSlots
-from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime import stream, wait_reasons
 from memory_switches import land_the_rest, poisoned_releases
 from models import attached, batch_for, gradients, train_once
@@ -149,14 +148,19 @@ class Log:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
         self.entries: list[tuple[str, int]] = []
-        for kind, owner, name in (("fill", Copies, "of_unit"), ("use", WeightSlots, "weights")):
-            original = getattr(owner, name)
+        span, weights = stream.span, WeightSlots.weights
 
-            def logged(of: Any, unit: Any, *args: Any, kind: str = kind, original: Any = original, **kw: Any) -> Any:
-                self.entries.append((kind, index[unit.module]))
-                return original(of, unit, *args, **kw)
+        def copies(device: torch.device, row: str, of: Any) -> Any:
+            if row == "upload" and of in index:
+                self.entries.append(("fill", index[of]))
+            return span(device, row, of)
 
-            monkeypatch.setattr(owner, name, logged)
+        def uses(slots: WeightSlots, unit: Any, **options: Any) -> Any:
+            self.entries.append(("use", index[unit.module]))
+            return weights(slots, unit, **options)
+
+        monkeypatch.setattr(stream, "span", copies)
+        monkeypatch.setattr(WeightSlots, "weights", uses)
 
     def filled(self) -> list[int]:
         return [layer for kind, layer in self.entries if kind == "fill"]
