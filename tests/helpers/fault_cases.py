@@ -83,15 +83,19 @@ def _in_upload(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Faili
 
 
 def _in_conversion(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    """When 16-bit weights are made for an upload: the memory for them is asked for."""
+    """When 16-bit weights are made for an upload: in memory that is kept for that, or in new tensors."""
     of_unit, made_now = Copies.of_unit, {"of": None}
 
     def noted(copies: Any, unit: Any, *rest: Any) -> Any:
         made_now["of"] = unit.module
-        return of_unit(copies, unit, *rest)
+        try:
+            return of_unit(copies, unit, *rest)
+        finally:
+            made_now["of"] = None
 
     patch.setattr(Copies, "of_unit", noted)
-    _around(patch, Stage, "memory", lambda *_: made_now["of"] is model.blocks[index], failing)
+    for owner, name in ((Stage, "memory"), (torch.Tensor, "to")):
+        _around(patch, owner, name, lambda *_, **__: made_now["of"] is model.blocks[index], failing)
 
 
 def _in_prefetch(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
