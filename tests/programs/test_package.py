@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ import tarfile
 import tomllib
 import warnings
 import zipfile
-from email.message import Message
 from importlib.metadata import version
 from pathlib import Path
 
@@ -249,12 +247,3 @@ def test_the_wheel_has_the_package_and_the_script_and_they_run(
     )
     assert ran.returncode == 0, ran.stderr
     assert "--ubatch_size" in ran.stdout and "X50: " in ran.stdout and str(tmp_path) in ran.stdout.splitlines()[-1]
-
-
-def test_the_index_knows_what_it_is(built: tuple[Path, Path]) -> None:
-    with zipfile.ZipFile(built[1]) as packed:
-        [name] = [name for name in packed.namelist() if name.endswith("/METADATA")]
-        metadata: Message = email.message_from_bytes(packed.read(name))
-    assert metadata["Name"] == "hf_l2l" and metadata["Version"] == hf_l2l.__version__
-    assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
-    assert metadata["Description-Content-Type"] == "text/markdown"
