@@ -223,11 +223,12 @@ def test_the_source_distribution_has_every_file_and_its_tests_run(
 
 
 FROM_THE_WHEEL = """
-import contextlib, run_glue_l2l, hf_l2l.demo
-from hf_l2l.cli.main import main
-with contextlib.suppress(SystemExit):
-    run_glue_l2l.main(["--help"])
-main(["plan", "X50", "--parallelism", "none", "--method", "l2l"])
+import contextlib, runpy, sys
+import hf_l2l.demo
+for module, *words in (["run_glue_l2l", "--help"], ["hf_l2l", "plan", "X50", "--parallelism", "none"]):
+    sys.argv = [module, *words]
+    with contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__")
 print(*hf_l2l.demo.demo_files().values())
 """
 

@@ -35,7 +35,10 @@ def test_a_model_that_differs_or_is_refused(tmp_path, capsys, monkeypatch):
     checks show it."""
     source = written(tmp_path, LLAMA)
     monkeypatch.setattr(command, "COMPARED", ("gradients",))
-    of_two = lambda family, names=("layers", "gradients"), device="cpu": verify(family, names, device)  # noqa: E731
+
+    def of_two(family: Any, names: Any = ("layers", "gradients"), device: str = "cpu") -> Any:
+        return verify(family, names, device)
+
     monkeypatch.setattr("hf_l2l.verify.checks.verify", of_two)
     add = GradientSlots.add
     for factor, verdict, status, last in (
