@@ -205,6 +205,8 @@ def line() -> Timeline:
 
 
 def test_averages_are_per_step_and_since_the_last_time(clock, line):
+    """Reading weights outside of a sweep is no stall: neither by the main thread between two sweeps nor by another one
+    during a forward."""
     for update_s in (1.0, 3.0):
         line.start_forward()
         with line.host_works("a layer"):  # in the background
@@ -220,10 +222,6 @@ def test_averages_are_per_step_and_since_the_last_time(clock, line):
         clock.seconds += 100.0  # between the steps
     assert line.averages() == Averages(steps=2, step_s=15.0, upload_s=2.0, download_s=0.0, eps_s=2.0)
     assert line.averages() is None
-
-
-def test_reading_weights_outside_of_a_sweep_is_no_stall(clock, line):
-    """Neither the main thread between two sweeps nor another one during a forward."""
 
     def read() -> None:
         with line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
