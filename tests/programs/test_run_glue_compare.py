@@ -176,10 +176,10 @@ def test_a_run_that_fails_ends_the_comparison_and_one_that_is_refused_leaves_no_
 
     given = {"train_file": files["train_file"], "do_eval": False, "compare": True}
     argv = command(tiny_model, tmp_path, **given)
-    assert "--label_column must be a column" in said_by([*argv, "--label_column", "stars"])[-1]
+    assert "--label_column must be a column" in said_by([*argv, "--label_column", "stars"])[0]
     assert not (tmp_path / "out").exists()
     much = command(tiny_model, tmp_path, **given, simulate="much", use_cpu=None)
-    assert "capacity must be a positive number of bytes" in said_by(much)[-1]
+    assert "capacity must be a positive number of bytes" in said_by(much)[0]
     of_run, of_comparison = said_by(command(str(tmp_path / "nowhere"), tmp_path, **given))
     assert of_run.startswith("run_glue_l2l.py: --model_name_or_path must be a folder")
     assert "the run of Trainer failed (exit code 2)" in of_comparison
