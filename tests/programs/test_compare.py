@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,7 +226,7 @@ def test_any_runs_make_a_document_and_a_table(hf, l2l):
         ),
     ],
 )
-def test_the_picture(hf, l2l, tmp_path: Path, monkeypatch):
+def test_the_picture(hf, l2l, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib import image
     from matplotlib.figure import Figure

@@ -30,7 +30,7 @@ CHOSEN: Row = {"text_columns": "question,answer", "label_column": "verdict"}
 # ---- columns
 
 
-def test_columns_are_chosen(tiny_model: str, tmp_path: Path) -> None:
+def test_columns_are_chosen(tiny_model, tmp_path):
     """For training, evaluation and prediction; a test file needs no labels."""
     unlabelled = [{name: row[name] for name in ("answer", "question")} for row in REVIEWS[:3]]
 
@@ -54,7 +54,7 @@ def test_columns_are_chosen(tiny_model: str, tmp_path: Path) -> None:
     assert {line.split("\t")[1] for line in lines[1:]} <= {"0", "1"}
 
 
-def test_a_column_called_label_is_a_text_while_another_one_has_the_labels() -> None:
+def test_a_column_called_label_is_a_text_while_another_one_has_the_labels():
     from datasets import Dataset
 
     where: Any = SimpleNamespace(label_column="verdict", text_columns=["label", "note"], is_regression=None)
@@ -75,7 +75,7 @@ def test_a_column_called_label_is_a_text_while_another_one_has_the_labels() -> N
         assembled(parts, {"train": "t.csv", "test": "p.csv"}, where)
 
 
-def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path: Path) -> None:
+def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path):
     written: Row = {
         "model_name_or_path": "model",
         "train_file": write(tmp_path / "train.csv", REVIEWS),
@@ -104,7 +104,7 @@ def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path: 
     assert not {"logging_dir", "simulate"} & options.given.keys()
 
 
-def test_columns_are_found_by_their_names() -> None:
+def test_columns_are_found_by_their_names():
     for columns, texts in (
         (["idx", "sentence", "label"], ("sentence",)),
         (["label", "text", "source"], ("text",)),
@@ -121,7 +121,7 @@ def test_columns_are_found_by_their_names() -> None:
     assert parsed_columns(["one"]) == ["one"] and parsed_columns(None) is None
 
 
-def test_columns_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_that_are_none_are_refused(tmp_path, capsys):
     rows = [{name: value for name, value in row.items() if name != "label"} for row in REVIEWS]
     own: Row = {"label_column": "verdict", "train_file": write(tmp_path / "train.csv", rows)}
     task: Row = {"task_name": "mrpc"}
@@ -141,7 +141,7 @@ def test_columns_that_are_none_are_refused(tmp_path: Path, capsys: pytest.Captur
         assert not (tmp_path / "out").exists()
 
 
-def test_slips_in_a_validation_file_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slips_in_a_validation_file_are_named(tmp_path, capsys):
     files = {"train_file": write(tmp_path / "t.csv", REVIEWS), "validation_file": write(tmp_path / "v.csv", ROWS)}
     said = refused(command("model", tmp_path, **files, **CHOSEN), capsys)
     assert f"(got 'verdict' for {tmp_path / 'v.csv'}, whose" in said
@@ -163,9 +163,7 @@ def labelled(*labels: object) -> list[Row]:
 WHOLE = labelled(*[0.0, 1.0] * 4)
 
 
-def test_a_few_whole_decimal_numbers_are_classes(
-    tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_few_whole_decimal_numbers_are_classes(tiny_model, tmp_path, caplog):
     train = write(tmp_path / "train.json", WHOLE)
     dev = write(tmp_path / "dev.json", labelled(1, 0))  # the same classes, written as whole numbers
     with caplog.at_level("INFO"):
@@ -181,7 +179,7 @@ def loaded(folder: Path, train: str, **options: object) -> Any:
     return run_glue_l2l.load_data(parsed.data, parsed.model, parsed.training)
 
 
-def test_what_is_a_regression(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_a_regression(tmp_path, caplog):
     """What was not asked for, and could be another thing, is told with the option that makes it that."""
     taken, left = "--is_regression true makes it a regression", "--is_regression false takes them as classes"
     for number, (rows, asked, is_regression, said) in enumerate(
@@ -206,13 +204,14 @@ def test_what_is_a_regression(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         assert len(found) == (said is not None) and all(said in each and train in each for each in found)
 
 
-def test_labels_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_that_are_none_are_refused(tmp_path, capsys):
     """Among them classes that differ in case and white space only."""
     odd = ((odd, times, where) for odd in ("pos", " Pos") for times, where in ((1, "row 7 of"), (2, "2 rows, the")))
     cases: list[tuple[list[Row], bool | None, str]] = [
         (NAMED, True, "needs labels that are numbers (got 'negative' in row 1 of FILE)"),
         (labelled(-1.0, 1.0), False, "renumber the classes from 0 (-1 as 0, 1 as 1)"),
         (labelled(-1, 1), None, "or add --is_regression true"),
+        (labelled(-1.0, 1.0), None, "or add --is_regression true"),
         *((labelled(*["Pos", "Neg"] * 3, *[one] * times), None, f"(got {one!r} in {at}") for one, times, at in odd),
     ]
     for number, (rows, is_regression, said) in enumerate(cases):
@@ -221,7 +220,7 @@ def test_labels_that_are_none_are_refused(tmp_path: Path, capsys: pytest.Capture
         assert said in refused(argv, capsys).replace(file, "FILE")
 
 
-def test_a_class_with_very_few_rows_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_with_very_few_rows_is_warned_of(tmp_path, caplog):
     def warnings_of(name: str, *labels: object) -> list[str]:
         caplog.clear()
         loaded(tmp_path, write(tmp_path / f"{name}.csv", labelled(*labels)))
@@ -236,7 +235,7 @@ def test_a_class_with_very_few_rows_is_warned_of(tmp_path: Path, caplog: pytest.
 # ---- separators
 
 
-def test_columns_that_are_wanted_and_counts_tell_the_separator(tmp_path: Path) -> None:
+def test_columns_that_are_wanted_and_counts_tell_the_separator(tmp_path):
     file = tmp_path / "rows.csv"
     for first, wanted, name in (
         ("review;a, b;verdict", (), "semicolons"),  # more of them than commas
@@ -254,9 +253,7 @@ def test_columns_that_are_wanted_and_counts_tell_the_separator(tmp_path: Path) -
             check_separator(str(file), wanted)
 
 
-def test_another_separator_than_commas_is_named_with_what_converts_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_separator_than_commas_is_named_with_what_converts_the_file(tmp_path, monkeypatch, capsys):
     import pandas
 
     monkeypatch.chdir(tmp_path)
@@ -275,7 +272,7 @@ def test_another_separator_than_commas_is_named_with_what_converts_the_file(
         Path("rows_commas.csv").unlink()
 
 
-def test_a_single_column_of_text_and_semicolons_in_texts_are_fine(tiny_model: str, tmp_path: Path) -> None:
+def test_a_single_column_of_text_and_semicolons_in_texts_are_fine(tiny_model, tmp_path):
     rows = [{**row, "sentence": row["sentence"] + "; fine"} for row in ROWS]
     files = {
         "train_file": write(tmp_path / "train.csv", rows),

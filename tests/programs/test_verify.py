@@ -74,13 +74,13 @@ def test_there_are_many_families_of_all_kinds():
 
 def test_what_shares_keys_and_values_is_refused_with_the_reason():
     """A refusal that is not expected is red."""
-    names = ("layers", "gradients", "evaluation")
+    names = ("layers", "gradients", "evaluation", "bf16")
     report = verify(FAMILIES["gemma4-shared-kv"], names)
     if report.status == "not run":
         pytest.skip(report.reason)
     assert report.results["gradients"].status == "refused" and "shared_kv_states" in line(report)
     assert report.results["evaluation"] == OK
-    report = verify(replace(FAMILIES["gemma4-shared-kv"], refused=""), names[:2])
+    report = verify(replace(FAMILIES["gemma4-shared-kv"], refused=""), ("layers", "gradients"))
     assert report.status == "red" and "ValueError: a layer that trains must not write" in line(report)
 
 
@@ -263,7 +263,7 @@ def test_names_are_listed_and_guessed(capsys):
         assert stopped.value.code == 2 and told in capsys.readouterr().err
 
 
-def test_a_table_or_json_is_written(tmp_path: Path, capsys, monkeypatch):
+def test_a_table_or_json_is_written(tmp_path, capsys, monkeypatch):
     """Of what was found before."""
     monkeypatch.setattr("hf_l2l.verify.__main__.verify", lambda family: known(family.name))
     file = tmp_path / "docs" / "table.md"
@@ -279,7 +279,7 @@ def test_a_table_or_json_is_written(tmp_path: Path, capsys, monkeypatch):
     assert told["families"]["bert"]["checks"]["gradients"] == {"status": "ok", "text": "ok"}
 
 
-def test_something_red_gives_status_1_and_something_refused_0(capsys, tmp_path: Path, monkeypatch):
+def test_something_red_gives_status_1_and_something_refused_0(capsys, tmp_path, monkeypatch):
     """BERT without layers trains, and has no stack."""
     sizes = {**FAMILIES["bert"].sizes, "num_hidden_layers": 0}
     bare = replace(FAMILIES["bert"], name="bare", sizes=sizes, refused="must have a stack of layers")
