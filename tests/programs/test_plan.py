@@ -70,11 +70,12 @@ def test_devices_days_host_memory_and_the_network_bound_the_plans(capsys):
     plans = ran(capsys, "plan", "--model", "X64", "--days", "3", "--parallelism", "3d", "--json").json["plans"]
     assert [plan["devices"] for plan in plans] == sorted(plan["devices"] for plan in plans)
     assert all(plan["seconds"] <= 3 * 86_400 for plan in plans) and plans[0]["method"] == "improved"
-    fast, slow = (
-        ran(capsys, "plan", "X160", "--parallelism", "3d", "--method", "improved", "--network", gbits, "--json").json
-        for gbits in ("200", "25")
+    given = ["X160", "--parallelism", "3d", "--method", "improved", "--json"]
+    own, same, slow = (
+        ran(capsys, "plan", *given, *more).json["plans"][0]["seconds"]
+        for more in ([], ["--network", "200"], ["--network", "25"])
     )
-    assert slow["plans"][0]["seconds"] > fast["plans"][0]["seconds"]
+    assert own == same < slow, "that of the hardware carries 200 Gbit/s one way"
 
 
 def test_figures_are_drawn(tmp_path, monkeypatch, capsys):
