@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_l2l.glue.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run, table
-from tiers import times
+from tiers import more, times
 
 METRICS = {
     "epoch": 1.0,
@@ -59,29 +59,21 @@ def row(document: dict, name: str) -> tuple:
     return tuple(found[key] for key in ("hf", "l2l", "difference", "ratio"))
 
 
-def verdict(hf: dict, l2l: dict) -> str:
-    """The last line of the table, on the losses."""
-    return table(compared(run(losses=hf), run(losses=l2l))).splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("config", "has_dropout"),
-    [
+def test_a_folder_is_read(tmp_path):
+    """Whether there is dropout is read from the config of the model."""
+    log = [{"step": 1, "loss": 0.75, "grad_norm": 1.0}, {"step": 2, "loss": NAN}, {"step": 2, "eval_loss": 0.5}]
+    (tmp_path / "all_results.json").write_text(json.dumps(METRICS), encoding="utf-8")
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log, "epoch": 1.0}), encoding="utf-8")
+    for config, has_dropout in (
         ({"hidden_dropout_prob": 0.1}, True),
         ({"hidden_dropout_prob": 0.0, "attn_pdrop": 0.1}, True),
         ({"text_config": {"attention_dropout": 0.5}}, True),
         ({"layers": [{"dropout": 0.5}]}, True),
         ({"hidden_dropout_prob": 0.0, "classifier_dropout": None, "hidden_size": 16}, False),
-    ],
-)
-def test_a_folder_is_read(config, has_dropout, tmp_path):
-    """Whether there is dropout is read from the config of the model."""
-    log = [{"step": 1, "loss": 0.75, "grad_norm": 1.0}, {"step": 2, "loss": NAN}, {"step": 2, "eval_loss": 0.5}]
-    (tmp_path / "all_results.json").write_text(json.dumps(METRICS), encoding="utf-8")
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log, "epoch": 1.0}), encoding="utf-8")
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    found = read_run(tmp_path)
-    assert not found.out_of_memory and found.has_dropout is has_dropout
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        found = read_run(tmp_path)
+        assert not found.out_of_memory and found.has_dropout is has_dropout, config
     assert found.metrics == METRICS and list(found.losses) == [1, 2]
     assert found.losses[1] == 0.75 and math.isnan(found.losses[2])
 
@@ -117,19 +109,14 @@ def test_what_is_no_number_or_not_there_is_none():
     assert row(document, "train_loss") == (None, 0.5, None, None)
 
 
-@pytest.mark.parametrize(
-    ("hf", "l2l", "same", "said"),
-    [
+def test_the_verdict_on_losses():
+    """They are compared at the same step."""
+    for hf, l2l, same, said in (
         (LOSSES, dict(LOSSES), True, "the same, to the last bit, at 2 logged steps"),
         ({1: NAN}, {1: float("nan")}, True, "the same, to the last bit, at 1 logged step"),
         (LOSSES, {1: 0.75, 2: math.nextafter(0.5, 1)}, False, "at most 1.1e-16 apart at 2 logged steps"),
         (LOSSES, {1: 0.75}, False, "at most 0 apart at 1 logged step; logged on one side only at 1 logged step"),
-        (
-            LOSSES,
-            {1: 0.5, 2: NAN},
-            False,
-            "at most 0.25 apart at 1 logged step; a number on one side only at 1 logged",
-        ),
+        (LOSSES, {1: 0.5, 2: NAN}, False, "at most 0.25 apart at 1 logged step; a number on one side only at 1"),
         ({1: NAN}, {1: 0.5}, False, "a number on one side only at 1 logged step"),
         (
             {1: 9.0, 2: 2.0},
@@ -140,61 +127,47 @@ def test_what_is_no_number_or_not_there_is_none():
         (LOSSES, {}, None, "no training loss was logged"),
         ({}, LOSSES, None, "no training loss was logged"),
         ({}, {}, None, "no training loss was logged"),
-    ],
-)
-def test_the_verdict_on_losses(hf, l2l, same, said):
-    """They are compared at the same step."""
-    assert compared(run(losses=hf), run(losses=l2l))["same_losses"] is same
-    assert said in verdict(hf, l2l)
+    ):
+        document = compared(run(losses=hf), run(losses=l2l))
+        assert document["same_losses"] is same
+        assert said in table(document).splitlines()[-1]
 
 
-APART = {1: 0.75, 2: 0.25}
-
-
-@pytest.mark.parametrize(
-    ("l2l", "noted"),
-    [
-        pytest.param(run({"train_ubatch_size": 2}, APART, True), True, id="cut"),
-        pytest.param(run({"train_ubatch_size": 8}, APART, True), False, id="not cut"),
-        pytest.param(run({}, APART, True), False, id="whole"),
-        pytest.param(run({"train_ubatch_size": 2}, APART), False, id="no dropout"),
-        pytest.param(run({"train_ubatch_size": 2}, LOSSES, True), False, id="the same losses"),
-        pytest.param(OUT_OF_MEMORY, False, id="out of memory"),
-    ],
-)
-def test_dropout_of_micro_batches_is_noted_where_losses_differ(l2l, noted):
-    document = compared(run(losses=LOSSES), l2l, batch_rows=8)
-    assert len(document["notes"]) == table(document).count("note: ") == noted
-    if noted:
-        assert "2 rows at a time" in document["notes"][0] and "--ubatch_size 8 draws alike" in document["notes"][0]
-
-
-def test_speeds_of_a_simulated_device_are_not_compared():
-    document = compared(run(METRICS), run(OTHERS), "simulated accelerator, 8GiB", is_simulated=True)
-    assert row(document, "train_samples_per_second") == (None, None, None, None)
-    assert row(document, "train_device_bytes") == (3 * 2**20, 2**20, -(2**21), 1 / 3)
-    lines = table(document).splitlines()
-    assert [line.split()[2:] for line in lines if line.startswith("training samples/s")] == [["-", "-", "-"]]
-    assert len([line for line in lines if line.startswith("note: speed: ")]) == 1
+def test_dropout_of_micro_batches_is_noted_where_losses_differ():
+    apart = {1: 0.75, 2: 0.25}
+    for l2l, noted in (
+        (run({"train_ubatch_size": 2}, apart, True), True),
+        (run({"train_ubatch_size": 8}, apart, True), False),
+        (run({}, apart, True), False),
+        (run({"train_ubatch_size": 2}, apart), False),
+        (run({"train_ubatch_size": 2}, LOSSES, True), False),
+        (OUT_OF_MEMORY, False),
+    ):
+        document = compared(run(losses=LOSSES), l2l, batch_rows=8)
+        assert len(document["notes"]) == table(document).count("note: ") == noted
+        if noted:
+            assert "2 rows at a time" in document["notes"][0] and "--ubatch_size 8 draws" in document["notes"][0]
 
 
 # ---- the table
 
 
 def test_the_table():
-    assert table(compared(run(METRICS, LOSSES), run(OTHERS, LOSSES), "cuda")).splitlines() == [
-        "on: cuda",
-        "                                          Trainer  L2LTrainer  difference",
-        "---------------------------------------  --------  ----------  ----------",
-        "train loss                               0.500000    0.500000           0",
-        "eval loss                                0.250000    0.250000           0",
-        "eval accuracy                            0.750000    0.500000       -0.25",
-        "training samples/s                           20.0         5.0      x 0.25",
-        "device bytes, peak                        3.0 MiB     1.0 MiB      x 0.33",
-        "host bytes: weights, gradients, moments   0 bytes     4.0 MiB           -",
-        "process bytes, peak                       1.0 GiB     1.0 GiB      x 1.00",
-        "training loss: the same, to the last bit, at 2 logged steps",
-    ]
+    """Speeds of a simulated device are not compared."""
+    document = compared(run(METRICS, LOSSES), run(OTHERS, LOSSES), "cuda")
+    lines = table(document).splitlines()
+    assert lines[0] == "on: cuda" and lines[1].split() == ["Trainer", "L2LTrainer", "difference"]
+    cells = [re.split("  +", line) for line in lines[3:-1]]
+    assert cells[2] == ["eval accuracy", "0.750000", "0.500000", "-0.25"]
+    assert cells[3] == ["training samples/s", "20.0", "5.0", "x 0.25"]
+    assert cells[5] == ["host bytes: weights, gradients, moments", "0 bytes", "4.0 MiB", "-"]
+    assert cells[6] == ["process bytes, peak", "1.0 GiB", "1.0 GiB", "x 1.00"]
+    document = compared(run(METRICS), run(OTHERS), "simulated accelerator, 8GiB", is_simulated=True)
+    assert row(document, "train_samples_per_second") == (None, None, None, None)
+    assert row(document, "train_device_bytes") == (3 * 2**20, 2**20, -(2**21), 1 / 3)
+    lines = table(document).splitlines()
+    assert [line.split()[2:] for line in lines if line.startswith("training samples/s")] == [["-", "-", "-"]]
+    assert len([line for line in lines if line.startswith("note: speed: ")]) == 1
 
 
 def test_the_table_of_a_side_out_of_memory_and_of_missing_metrics():
@@ -245,13 +218,15 @@ def test_any_runs_make_a_document_and_a_table(hf, l2l):
 @pytest.mark.parametrize(
     ("hf", "l2l"),
     [
-        pytest.param(run(METRICS, LOSSES), run(OTHERS, LOSSES), id="two runs"),
         pytest.param(run(METRICS, {1: 0.5}), run(OTHERS, {1: NAN}), id="one loss, and one that is nan"),
         pytest.param(OUT_OF_MEMORY, run(OTHERS, LOSSES), id="out of memory"),
-        pytest.param(OUT_OF_MEMORY, OUT_OF_MEMORY, id="nothing"),
+        *more(
+            pytest.param(run(METRICS, LOSSES), run(OTHERS, LOSSES), id="two runs"),
+            pytest.param(OUT_OF_MEMORY, OUT_OF_MEMORY, id="nothing"),
+        ),
     ],
 )
-def test_the_picture(hf, l2l, tmp_path: Path, monkeypatch):
+def test_the_picture(hf, l2l, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib import image
     from matplotlib.figure import Figure

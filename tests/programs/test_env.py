@@ -7,8 +7,6 @@ import resource
 import subprocess
 from importlib.metadata import version
 
-import pytest
-
 import hf_l2l
 from cli_models import ran, refused
 from hf_l2l import surroundings
@@ -39,21 +37,19 @@ def test_the_report(capsys, monkeypatch):
     assert "hf_very_secret" not in text + told.out
 
 
-def test_versions_that_are_not_supported(monkeypatch, capsys):
-    """Other commands refuse them."""
-    monkeypatch.setattr(hf_l2l, "TESTED", {"torch": ("98", "99")})
-    assert "needs torch 98 or newer" in ran(capsys, "env", "--json").json["unsupported"]
-    assert "unsupported:\n  hf_l2l" in ran(capsys, "env").out
+def test_what_is_not_supported_or_fails_does_not_end_the_report(monkeypatch, capsys):
+    """Other commands refuse such versions."""
 
-
-def test_a_part_that_fails_does_not_end_the_report(monkeypatch, capsys):
     def broken():
         raise RuntimeError("the driver is gone")
 
+    monkeypatch.setattr(hf_l2l, "TESTED", {"torch": ("98", "99")})
     monkeypatch.setattr(surroundings, "devices", broken)
     found = ran(capsys, "env", "--json")
+    assert "needs torch 98 or newer" in found.json["unsupported"]
     assert found.status == 0 and found.json["devices"] == "failed: RuntimeError: the driver is gone"
-    assert "devices:\n  failed: RuntimeError: the driver is gone\n" in ran(capsys, "env").out
+    told = ran(capsys, "env").out
+    assert "unsupported:\n  hf_l2l" in told and "devices:\n  failed: RuntimeError: the driver is gone\n" in told
 
 
 def test_variables_without_secrets():
@@ -90,7 +86,7 @@ def test_the_revision_of_a_checkout(tmp_path, monkeypatch):
 
 
 def test_the_probe(monkeypatch, capsys):
-    """Its figures can be read again."""
+    """Its figures can be read again; a device that is not there is refused."""
     monkeypatch.setattr(rates, "Sizes", lambda: Sizes(2**16, 2**10, 64, 0.0))
     found = ran(capsys, "env", "--probe", "--json")
     figures = HardwareFigures.from_json(found.out)
@@ -98,9 +94,6 @@ def test_the_probe(monkeypatch, capsys):
     assert json.loads(figures.to_json()) == found.json["probe"]
     text = ran(capsys, "env", "--probe", "--device", "cpu").out
     assert " FLOP/s" in text and " parameters/s" in text and "\n  link_up: -\n" in text
-
-
-def test_devices_that_cannot_be_probed(capsys):
     assert "without --probe" in refused(capsys, "env", "--device", "cpu")
     assert "one this machine has (got cuda:7)" in refused(capsys, "env", "--probe", "--device", "cuda:7")
     assert "must name a torch device (got 'gpu'" in refused(capsys, "env", "--probe", "--device", "gpu")
@@ -109,24 +102,15 @@ def test_devices_that_cannot_be_probed(capsys):
 # ---- limits of the process
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("max", None), (str(2**63 - 4096), None), ("1048576", 2**20), ("", None)]
-)
-def test_the_limit_of_a_control_group(tmp_path, monkeypatch, text, number):
-    (tmp_path / "memory.max").write_text(text)
+def test_limits_of_a_control_group_and_of_locked_memory(tmp_path, monkeypatch):
     groups = [(tmp_path, "memory.max", ""), (tmp_path / "none", "memory.max", "")]
     monkeypatch.setattr(host_limits, "control_groups", lambda: iter(groups))
-    assert host_limits.group_bytes() == number
-
-
-@pytest.mark.parametrize(("text", "cores"), [("max 100000", None), ("150000 100000", 1.5), ("", None)])
-def test_the_cores_of_a_control_group(tmp_path, monkeypatch, text, cores):
-    (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(host_limits, "control_groups", lambda: iter([(tmp_path, "memory.max", "")]))
-    assert host_limits.group_cores() == cores
-
-
-def test_limits_of_locked_memory(monkeypatch):
+    for text, number in (("max", None), (str(2**63 - 4096), None), ("1048576", 2**20), ("", None)):
+        (tmp_path / "memory.max").write_text(text)
+        assert host_limits.group_bytes() == number
+    for text, cores in (("max 100000", None), ("150000 100000", 1.5), ("", None)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert host_limits.group_cores() == cores
     for limit, found in ((resource.RLIM_INFINITY, None), (2**16, 2**16)):
         monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, 2**20))
         assert surroundings.page_locking()["limit_bytes"] == found

@@ -51,7 +51,7 @@ def machine(folder: Path, **changes: Any) -> list[str]:
     return ["--figures", str(file)]
 
 
-def estimated(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str, rows: int = 1) -> Ran:
+def estimated(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str, rows: int = 4) -> Ran:
     call = ("--tokens", "64", "--per_device_train_batch_size", str(rows), *flags)
     key = tuple(Path(each).read_text() if each.endswith(".json") else each for each in call)
     if key not in KNOWN:
@@ -59,8 +59,8 @@ def estimated(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str, row
     return KNOWN[key]
 
 
-def test_bytes_by_name_and_by_phase(tmp_path, capsys):
-    found = estimated(capsys, tmp_path, "--json", rows=4).json
+def test_bytes_by_name_and_by_phase_in_json_in_text_and_in_a_picture(tmp_path, capsys, monkeypatch):
+    found = estimated(capsys, tmp_path, "--json").json
     assert set(found["device"]) == {*DEVICE_NAMES, "total"} and set(found["host"]) == {*HOST_NAMES, "total"}
     assert found["rows"] == 4 and found["seconds_per_step"] is found["chosen"] is found["bound"] is None
     names = {name: size["peak"] for name, size in found["device"].items()}
@@ -70,6 +70,14 @@ def test_bytes_by_name_and_by_phase(tmp_path, capsys):
     for who, peak in (("l2l", found["device"]["total"]["peak"]), ("plain", found["plain"])):
         assert list(found["phases"][who]) == ["load", "attach", "train", "save", "resume"]
         assert found["phases"][who]["train"]["device"] == peak
+    pytest.importorskip("matplotlib")
+    picture, source = tmp_path / "memory.png", written(tmp_path / "model", SMALL)
+    told = estimated(capsys, tmp_path, "--plot", str(picture)).out
+    assert "slots" in told and "Plain training in fp32 would need" in told and "plain, checkpointing, device" in told
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert "a file that can be written" in refused(capsys, "estimate", source, "--plot", "/nowhere/x.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "needs the package matplotlib" in refused(capsys, "estimate", source, "--plot", "memory.png")
 
 
 def test_options_of_the_trainer_are_flags(tmp_path, capsys):
@@ -84,28 +92,13 @@ def test_options_of_the_trainer_are_flags(tmp_path, capsys):
     assert whole["workspace"]["peak"] > parts["workspace"]["peak"]
     assert whole["stash"]["peak"] > parts["stash"]["peak"]
     assert parts["total"]["peak"] > host["total"]["peak"]
-    short = found("--cmp", "bf16")
+    short = found("--cmp", "bf16", "--optim", "sgd")
     assert short["device"]["shell"]["peak"] < whole["shell"]["peak"] and short["host"]["copies"]["peak"] > 0
-    moments = found("--optim", "sgd")["host"]
-    assert moments["moments"]["peak"] == 0 < moments["masters"]["peak"]
-    assert found("--gradient-accumulation-steps", "3", rows=2)["rows"] == 6
+    assert short["host"]["moments"]["peak"] == 0 < short["host"]["masters"]["peak"]
+    assert found("--gradient-accumulation-steps", "3", "--bf16", "false", rows=2)["rows"] == 6
     autocast = found("--bf16")["device"]
     assert autocast["total"]["peak"] < whole["total"]["peak"]
     assert autocast["shell"] == whole["shell"], "weights travel in fp32"
-    assert found("--bf16", "false")["device"] == whole
-
-
-def test_the_text_and_the_picture(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "memory.png"
-    told = estimated(capsys, tmp_path, "--plot", str(picture)).out
-    assert "slots" in told and "Plain training in fp32 would need" in told
-    assert "L2L, host" in told and "plain, checkpointing, device" in told and "can take back" in told
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    source = written(tmp_path / "model", SMALL)
-    assert "a file that can be written" in refused(capsys, "estimate", source, "--plot", "/nowhere/x.png")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "needs the package matplotlib" in refused(capsys, "estimate", source, "--plot", "memory.png")
 
 
 # ---- with figures of a machine
@@ -114,9 +107,9 @@ def test_the_text_and_the_picture(tmp_path, capsys, monkeypatch):
 def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     found = estimated(capsys, tmp_path, *machine(tmp_path), "--json").json
     assert found["seconds_per_step"] > 0 and found["bound"] in found["busy"]
-    one = estimated(capsys, tmp_path, *machine(tmp_path), "--json", "--l2l_num_threads", "1").json
-    assert one["busy"]["update"] == pytest.approx(4 * found["busy"]["update"])
-    assert estimated(capsys, tmp_path, *machine(tmp_path, link_up_both=1e6), "--json").json["bound"] == "upload"
+    slow = machine(tmp_path, link_up_both=1e6)
+    one = estimated(capsys, tmp_path, *slow, "--json", "--l2l_num_threads", "1").json
+    assert one["busy"]["update"] == pytest.approx(4 * found["busy"]["update"]) and one["bound"] == "upload"
     of_env = tmp_path / "env.json"  # as `hf-l2l env` prints them
     of_env.write_text(json.dumps({"versions": {}, "probe": json.loads(MACHINE.to_json())}))
     again = estimated(capsys, tmp_path, "--figures", str(of_env), "--json").json
@@ -131,10 +124,7 @@ def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hf_l2l.sizing.machine.with_layer_rates", with_layer_rates)
     probed = estimated(capsys, tmp_path, "--probe", "--json").json
     assert len(layers) == 1 and probed["seconds_per_step"] > 1e5 and probed["bound"] == "compute"
-
-
-def test_the_memory_of_the_device_decides_where_the_stash_is(tmp_path, capsys):
-    """This machine has no device whose memory is known."""
+    # The memory of the device, which is none of this machine, decides where the stash is.
     assert "stash device" in estimated(capsys, tmp_path, *machine(tmp_path), "--stash", "auto").out
     small = machine(tmp_path, device_memory_bytes=4_000)
     assert "stash host" in estimated(capsys, tmp_path, *small, "--stash", "auto").out
@@ -143,16 +133,15 @@ def test_the_memory_of_the_device_decides_where_the_stash_is(tmp_path, capsys):
 def test_several_devices(tmp_path, capsys):
     """The batch has rows for each; each link carries a part, the host updates all."""
     flags = machine(tmp_path)
-    one, two = (estimated(capsys, tmp_path, *flags, "--devices", count, "--json", rows=4).json for count in ("1", "2"))
+    one = estimated(capsys, tmp_path, *flags, "--json").json
+    two = estimated(capsys, tmp_path, *flags, "--devices", "2", "--json").json
     assert (one["rows"], two["rows"]) == (4, 8) and one["other_devices"] == {}
     [(name, other)] = two["other_devices"].items()
     assert name.endswith(":1") and set(other) == {*DEVICE_NAMES, "total"}
     assert other["shell"]["peak"] == 0 < other["total"]["peak"] < two["device"]["total"]["peak"]
     assert two["busy"]["update"] == one["busy"]["update"] and two["busy"]["download"] < one["busy"]["download"]
-    text = estimated(capsys, tmp_path, *flags, "--devices", "2", rows=4).out
-    assert "8 rows in micro-batches of 2" in text  # two for each device
-    assert "2 devices run the layers in turn, with 4 micro-batches: a step takes" in text
-    assert "Each link carries one part in 2 of the weights" in text and "data parallel" in text
+    text = estimated(capsys, tmp_path, *flags, "--devices", "2").out
+    assert "8 rows in micro-batches of 2" in text and "data parallel" in text  # two for each device
 
 
 # ---- of several ranks
@@ -160,7 +149,8 @@ def test_several_devices(tmp_path, capsys):
 
 def test_ranks_share_what_is_in_the_memory_of_their_host(tmp_path, capsys):
     """Each has a batch of its own."""
-    one, four = (estimated(capsys, tmp_path, *more, "--json").json for more in ([], ["--ranks", "4"]))
+    one = estimated(capsys, tmp_path, "--json").json
+    four = estimated(capsys, tmp_path, "--ranks", "4", "--json").json
     assert one["ranks"] is None and four["host"] == {**one["host"], **{n: four["host"][n] for n in ("total", OTHER)}}
     found, names = four["ranks"], {name: size["peak"] for name, size in four["host"].items()}
     shared = sum(names[name] for name in ("masters", "gradients", "moments", "copies", "norm rooms"))
@@ -168,9 +158,7 @@ def test_ranks_share_what_is_in_the_memory_of_their_host(tmp_path, capsys):
     assert (found["shared_bytes"], found["host_bytes"]) == (shared, shared + 4 * own)
     assert found["seconds_per_step"] is found["network_seconds"] is None
     text = estimated(capsys, tmp_path, *machine(tmp_path), "--ranks", "4").out
-    assert "4 ranks hold " in text and "for each rank, of which" in text
-    assert "A step of one process alone takes" in text and "A step of 4 ranks takes" in text
-    assert "pass through the memory of a host in a step" in text and "if devices add gradients (l2l_reduce" in text
+    assert "4 ranks hold " in text and "A step of 4 ranks takes" in text
 
 
 def test_slots_of_ranks_have_room_for_small_parameters_in_no_layer(capsys):
@@ -185,10 +173,9 @@ def test_ranks_do_not_merge_batches(tmp_path, capsys):
     """They run one by one, and the masters are updated once."""
     flags = [*machine(tmp_path), "--ranks", "2", "--json"]
     one, three = (
-        estimated(capsys, tmp_path, *flags, *more, rows=2).json
-        for more in ([], ["--gradient_accumulation_steps", "3"])
+        estimated(capsys, tmp_path, *flags, *more).json for more in ([], ["--gradient_accumulation_steps", "3"])
     )
-    assert one["rows"] == three["rows"] == 2
+    assert one["rows"] == three["rows"] == 4
     assert three["busy"]["download"] == pytest.approx(3 * one["busy"]["download"])
     assert three["busy"]["update"] == pytest.approx(one["busy"]["update"])
     assert 2 < three["ranks"]["seconds_per_step"] / one["ranks"]["seconds_per_step"] <= 3.01
@@ -198,13 +185,13 @@ def test_ranks_do_not_merge_batches(tmp_path, capsys):
 
 def test_devices_of_a_rank_share_its_batch(tmp_path, capsys):
     flags = [*machine(tmp_path), "--ranks", "4"]
-    one, two = (estimated(capsys, tmp_path, *flags, "--devices", count, "--json", rows=4).json for count in ("1", "2"))
+    one = estimated(capsys, tmp_path, *flags, "--json").json
+    two = estimated(capsys, tmp_path, *flags, "--devices", "2", "--json").json
     assert one["rows"] == two["rows"] == 4 and len(two["other_devices"]) == 1
     assert one["ranks"]["device_bytes"] > 0 == two["ranks"]["device_bytes"]
     assert two["ranks"]["seconds_per_step"] == pytest.approx(two["seconds_per_step"], rel=0.3), "of both devices"
-    text = estimated(capsys, tmp_path, *flags, "--devices", "2", rows=4).out
-    assert "A step of 4 ranks, each with 2 devices that run its layers in turn, takes" in text
-    assert "data parallel" not in text
+    text = estimated(capsys, tmp_path, *flags, "--devices", "2").out
+    assert "each with 2 devices" in text and "data parallel" not in text
 
 
 def test_ranks_add_on_their_devices_or_on_the_host(tmp_path, capsys):
@@ -212,13 +199,13 @@ def test_ranks_add_on_their_devices_or_on_the_host(tmp_path, capsys):
     ranks can run: nothing is resident, and there is room for sums on the devices."""
     budget = [*machine(tmp_path), "--budget", "300KB", "--json"]
     flags = [*machine(tmp_path), "--json", "--ranks", "4", "--l2l_reduce"]
-    host, device = (estimated(capsys, tmp_path, *flags, where).json for where in ("host", "device"))
+    host, device = (estimated(capsys, tmp_path, *flags, where, rows=1).json for where in ("host", "device"))
     gradients = host["host"]["gradients"]["peak"]
     assert host["ranks"]["moved_bytes"] - device["ranks"]["moved_bytes"] == 2 * 4 * gradients
     assert device["ranks"]["landing_bytes"] == 0 < host["ranks"]["landing_bytes"]
-    assert "resident" in estimated(capsys, tmp_path, *budget).json["chosen"]
+    assert "resident" in estimated(capsys, tmp_path, *budget, rows=1).json["chosen"]
     for where in ("device", "host"):
-        ranks = estimated(capsys, tmp_path, *budget, "--ranks", "4", "--l2l_reduce", where).json
+        ranks = estimated(capsys, tmp_path, *budget, "--ranks", "4", "--l2l_reduce", where, rows=1).json
         assert not {"resident", "resident_layers"} & ranks["chosen"].keys()
         assert ranks["device"]["total"]["peak"] + ranks["ranks"]["device_bytes"] <= 300_000
         assert (ranks["ranks"]["device_bytes"] > 0) == (where == "device")
@@ -240,10 +227,9 @@ def test_several_hosts(tmp_path, capsys):
     assert fast["seconds_per_step"] == pytest.approx(one["ranks"]["seconds_per_step"], rel=0.1)
     assert slow["seconds_per_step"] >= slow["network_seconds"] and fast["times_as_many"] > 3.5
     text = estimated(capsys, tmp_path, *flags[:-1], "--hosts", "2").out
-    assert "Each of 2 hosts, with 2 ranks, holds" in text and "of one part in 2 of the parameters" in text
-    assert "give --network" in text
+    assert "Each of 2 hosts, with 2 ranks, holds" in text and "give --network" in text
     text = estimated(capsys, tmp_path, *flags[:-1], "--hosts", "2", "--network", "10").out
-    assert "A step of 2 hosts with 2 ranks each takes" in text and "between hosts in a step takes" in text
+    assert "A step of 2 hosts with 2 ranks each takes" in text
 
 
 # ---- with a budget, and with the memory of a host
@@ -252,9 +238,9 @@ def test_several_hosts(tmp_path, capsys):
 def test_a_plan_keeps_within_the_budget(tmp_path, capsys):
     """What is given binds it, even at its default; one that is too small names the smallest."""
     flags = [*machine(tmp_path), "--budget"]
-    found = estimated(capsys, tmp_path, *flags, "200KB", "--json", rows=4).json
+    found = estimated(capsys, tmp_path, *flags, "200KB", "--json").json
     assert found["device"]["total"]["peak"] <= 200_000 and found["chosen"]["ubatch_size"] >= 1
-    bound = estimated(capsys, tmp_path, *flags, "1GB", "--ubatch_size", "2", "--json", rows=4).json
+    bound = estimated(capsys, tmp_path, *flags, "1GB", "--ubatch_size", "2", "--json").json
     assert "ubatch_size" not in bound["chosen"] and bound["seconds_per_step"] <= found["seconds_per_step"]
     small = estimated(capsys, tmp_path, *flags, "10KB", rows=2)
     assert small.status == 2 and "needed at least, with " in small.err and "--ubatch_size 1 " in small.err
@@ -264,16 +250,24 @@ def test_a_plan_keeps_within_the_budget(tmp_path, capsys):
     assert bound.status == 2 and "stash" not in bound.err.partition("needed at least, with ")[2]
 
 
-NAMES = [*SETTINGS, ON_DISK, LORA]
-
-
 def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
-    """A card that does not multiply in bf16 computes in fp16. With it, the largest model of the host is told."""
-    flags = ["--card", "V 100", "--host-memory", "900MiB", "--tokens", "64", "--json"]
+    """A card that does not multiply in bf16 computes in fp16. With it, the largest model of the host is told. The host
+    is so large that what this process takes, which tests before have an effect on, is of no account."""
+    flags = [
+        "--card",
+        "V 100",
+        "--host-memory",
+        "1TiB",
+        "--tokens",
+        "64",
+        "--per_device_train_batch_size",
+        "1",
+        "--json",
+    ]
     found = ran(capsys, "estimate", written(tmp_path, LLAMA), *flags).json
     fit = found["fit"]
-    assert list(fit) == NAMES and found["chosen"] is not None
-    assert all(each["fits"] == (each["host_bytes"] <= 900 * 2**20) for each in fit.values())
+    assert list(fit) == [*SETTINGS, ON_DISK, LORA] and found["chosen"] is not None
+    assert all(each["fits"] and each["host_bytes"] < 2**40 for each in fit.values())
     # Python's own part is read for each, and may have grown meanwhile.
     most = max(phase["host"] for phase in found["phases"]["l2l"].values()) + found["host"][OTHER]["peak"]
     assert fit["fp32"]["host_bytes"] == pytest.approx(most, abs=2**26)
@@ -291,7 +285,7 @@ def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
 def test_a_setting_is_what_the_estimate_of_its_options_says(tmp_path, capsys):
     """With no card, there is no plan, so that the options are the same, those of the user among them."""
     own = ["--ubatch_size", "2", "--stash", "host", "--l2l_kept_weights", "1", "--cmp", "bf16", "--json"]
-    fit = estimated(capsys, tmp_path, *own, "--host-memory", "1GiB").json["fit"]
+    fit = estimated(capsys, tmp_path, *own, "--host-memory", "1TiB").json["fit"]
     assert "fp32" not in fit
     flags = ["--l2l_grad_dtype", "16bit", "--l2l_moment_dtype", "bf16"]
     alone = estimated(capsys, tmp_path, *own, *flags).json
@@ -305,7 +299,7 @@ def test_a_budget_that_one_setting_meets_is_no_error():
     """A step in fp32 needs more of the device than one in bf16."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "hidden_size": 256}))
-    run = RunShapes(model, L2LConfig(), example_inputs(model, 2, 64), device=torch.device("cuda"), device_memory=2**40)
+    run = RunShapes(model, L2LConfig(), example_inputs(model, 1, 64), device=torch.device("cuda"), device_memory=2**40)
     floor = {"stash": "host", "boundary": "host", "ubatch_size": 1, "gradient_slots": 1}
     short = run_with(run, L2LConfig(), SETTINGS["cmp"])
     least, most = (needed(each, replace(each.config, **floor)) for each in (short, run))
@@ -314,6 +308,8 @@ def test_a_budget_that_one_setting_meets_is_no_error():
     assert not found["fp32"].fits and found["fp32"].seconds_per_step is None
     assert (found["fp32"].device_bytes or 0) > (least + most) // 2
     assert found["cmp"].fits and found["cmp"].seconds_per_step is not None
+    small = fits(run, run.config, 2**20, None, None).by_setting
+    assert not any(each.fits for each in small.values()), "this process alone takes more than 1 MiB"
     with pytest.raises(BudgetError, match="the device must hold what a step needs"):
         fits(run, run.config, 2**40, least // 2, MACHINE)
 
@@ -321,86 +317,52 @@ def test_a_budget_that_one_setting_meets_is_no_error():
 LARGEST = {"cmp": SimpleNamespace(parameters=10**9, layers=8), "fp32": SimpleNamespace(parameters=0, layers=0)}
 
 
-@pytest.mark.parametrize(
-    ("settings", "rows", "last"),
-    [
-        (
-            {"fp32": Fit(2**34, False, 2**31, 4.0), "cmp": Fit(2**30, True, 2**31, 2.0, {"cmp": "bf16"})},
-            [
-                ["fp32", "16.0", "GiB", "no", "2.0", "GiB", "4", "130"],
-                ["cmp", "1.0", "GiB", "yes", "2.0", "GiB", "2", "260"],
-            ],
-            "It fits with --cmp bf16, 2 s per step, 260 tokens/s.",
-        ),
-        (
-            {"fp32": Fit(2**40, False)},
-            [["fp32", "1024.0", "GiB", "no"]],
-            "It does not fit: at least 1024.0 GiB of host memory are needed, and room on the device.",
-        ),
-        (
-            {"fp32": Fit(2**20, True, 2**20, 4.0)},
-            [["fp32", "1.0", "MiB", "yes", "1.0", "MiB", "4", "130"]],
-            "It fits with the options as they are, 4 s per step, 130 tokens/s.",
-        ),
-        (
-            {LORA: Fit(2**20, True, None, 2.0)},
-            [["LoRA,", "16-bit", "base", "1.0", "MiB", "yes", "2", "260"]],
-            "It fits with adapters only (LoRA, the weights in 16 bits), 2 s per step, 260 tokens/s.",
-        ),
-    ],
-    ids=["one", "none", "as it is", "adapters"],
-)
-def test_whether_it_fits_is_a_table_whose_last_line_is_the_answer(settings, rows, last, capsys):
+def test_whether_it_fits_is_a_table_whose_last_line_is_the_answer(capsys):
     size = SimpleNamespace(host=0, device=0, files=0)
     found: Any = SimpleNamespace(plain=0, plain_checkpointing=0, phases={"l2l": {"train": size}}, largest=LARGEST)
-    fit = Fits(2**30, 2**32, 512, settings)
-    show(argparse.Namespace(plot=None, json=False), Told(found, None, None, None, None, fit))
-    shown = capsys.readouterr().out.splitlines()
-    begin = shown.index("Does it fit 1.0 GiB of host memory and 4.0 GiB of the device?")
-    assert [line.split() for line in shown[begin + 2 : -1]] == rows and shown[-1] == last
-    assert "1.0 B parameters in 8 layers" in shown[begin - 2] and shown[begin - 1].endswith("no layer fits.")
+    too_large, short = Fit(2**34, False, 2**31, 4.0), Fit(2**30, True, 2**31, 2.0, {"cmp": "bf16"})
+    for settings, first, last in (
+        ({"fp32": too_large, "cmp": short}, "fp32 16.0 GiB no 2.0 GiB 4 130", "fits with --cmp bf16, 2 s per step"),
+        ({"fp32": Fit(2**40, False)}, "fp32 1024.0 GiB no", "does not fit: at least 1024.0 GiB of host memory"),
+        ({"fp32": Fit(2**20, True)}, "fp32 1.0 MiB yes", "fits with the options as they are"),
+        ({LORA: Fit(2**20, True, None, 2.0)}, "LoRA, 16-bit base 1.0 MiB yes 2 260", "fits with adapters only (LoRA"),
+    ):
+        fit = Fits(2**30, 2**32, 512, settings)
+        show(argparse.Namespace(plot=None, json=False), Told(found, None, None, None, None, fit))
+        shown = capsys.readouterr().out.splitlines()
+        begin = shown.index("Does it fit 1.0 GiB of host memory and 4.0 GiB of the device?")
+        rows = [" ".join(line.split()) for line in shown[begin + 2 : -1]]
+        assert len(rows) == len(settings) and rows[0] == first and shown[-1].startswith(f"It {last}")
+        assert "1.0 B parameters in 8 layers" in shown[begin - 2] and shown[begin - 1].endswith("no layer fits.")
 
 
 # ---- bad input
 
 
 def test_bad_input_is_one_sentence(tmp_path, capsys):
+    """Those of the program's table of refusals (refusal_commands.py) aside. T5 cannot make inputs of its decoder
+    without the token that begins them."""
+    source = written(tmp_path / "model", SMALL)
     for flags, said in (
         (["--budget", "8 bananas"], "--budget must be a size with its unit"),
-        (["--budget", "8GiB"], "got none of --card, --figures and --probe"),
         (["--l2l_boundary", "host"], "--l2l_boundary host passes what is in the stash"),
-        (["--per_device_train_batch_size", "0"], "must be at least 1 (got 0)"),
         (["--gradient_accumulation_steps", "0"], "must be at least 1 (got 0)"),
         (["--host-memory", "64"], "--host-memory must be a size with its unit"),
-        (["--optim", "adamw"], "use adamw_"),
         (["--optim", "?"], "use adamw_torch or sgd"),
         (["--bf16", "maybe"], "must be True or False"),
         (["--optim", "lomo"], "cannot be used with L2L"),
-        (["--params", "1e9"], "a model is given by MODEL, or by --params"),
         (["--class", "AutoModel"], "set --class to a class with a head"),
-        (["--tokens", "0"], "--tokens must be at least 1"),
-        (["--device-type", "foo"], "--device-type must be a type of device"),
-        (["--device-type", "cpu"], "must be a device with memory of its own"),
-        (["--figures", "/nowhere.json"], "must be a file that can be read"),
         (["--layers", "x"], "must be a finite number"),
         (["--params", "inf"], "must be a finite number"),
         (["--ranks", "0"], "--ranks must be at least 1"),
         (["--hosts", "0"], "--hosts must be at least 1"),
-        (["--hosts", "2", "--network", "-1"], "--network must be Gbit/s above 0"),
         (["--network", "100"], "for the time of a step of several hosts"),
-        (["--hosts", "2", "--network", "100"], "got none of --card, --figures and --probe"),
-        (["--ranks", "2", "--l2l_resident", "all"], "ranks share the weights on the host"),
         (["--hosts", "2", "--ranks", "2", "--l2l_reduce", "device"], "--l2l_reduce device adds gradients on"),
         (["--card", "rtx409"], "did you mean rtx4090?"),
         (["--card", "abacus"], "measure yours with --probe"),
         (["--card", "a100", "--probe"], "each give the machine's figures"),
     ):
-        assert said in refused(capsys, "estimate", written(tmp_path, SMALL), *flags)
-
-
-def test_what_a_machine_or_a_model_cannot_do_is_one_sentence(tmp_path, capsys):
-    """T5 cannot make inputs of its decoder without the token that begins them."""
-    source = written(tmp_path / "model", SMALL)
+        assert said in refused(capsys, "estimate", source, *flags)
     assert "with fp32, bf16" in refused(capsys, "estimate", source, *machine(tmp_path), "--cmp", "fp16")
     of_cpu = machine(tmp_path, **dict.fromkeys(("link_up", "link_down", "link_up_both", "link_down_both")))
     assert "whose device has memory of its own" in refused(capsys, "estimate", source, *of_cpu)

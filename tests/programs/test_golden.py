@@ -110,9 +110,13 @@ def test_differences_are_told_by_case_section_and_step():
     assert whats == ["there is none any more"] * 2 + ["it was not there before: ValueError: no"]
     longer = {**OLD, "bits": [*OLD["bits"], {}]}
     assert [each.what for each in golden.differences({"a": OLD}, {"a": longer})] == ["3 steps instead of 2"]
+    old = {"keeps": ["files"], "files": {"a.json": {"x": 1}, "b.bin": {"y": 2, "z": 3}}}
+    new = {"keeps": ["files"], "files": {"a.json": {"x": 9}, "b.bin": {"y": 8, "z": 3}}}
+    whats = [each.what for each in golden.differences({"a": old}, {"a": new})]
+    assert whats == ["a.json: x 1 -> 9", "b.bin: y 2 -> 8"]
 
 
-def test_meant_differences_are_left_out():
+def test_meant_differences_are_left_out_and_other_versions_are_told():
     found = golden.differences({"a": OLD}, {"a": NEW})
     fewer = {"case": "a*", "section": "copies", "what": "up *", "reason": "batches share an upload"}
     other, absent = {**fewer, "what": "down *"}, {**fewer, "case": "b"}
@@ -122,13 +126,6 @@ def test_meant_differences_are_left_out():
     made = {"versions": golden.versions(), "cases": {"a": OLD}}
     assert golden.compare(made, {"a": NEW}, [fewer, {**fewer, "section": "bits", "what": "*"}]) == []
     assert golden.compare(made, {"a": OLD}, [fewer]) == [f"meant, and yet nothing differs: {json.dumps(fewer)}"]
-
-
-def test_a_changed_file_is_told_by_itself_and_other_versions_are():
-    old = {"keeps": ["files"], "files": {"a.json": {"x": 1}, "b.bin": {"y": 2, "z": 3}}}
-    new = {"keeps": ["files"], "files": {"a.json": {"x": 9}, "b.bin": {"y": 8, "z": 3}}}
-    whats = [each.what for each in golden.differences({"a": old}, {"a": new})]
-    assert whats == ["a.json: x 1 -> 9", "b.bin: y 2 -> 8"]
     (line,) = golden.compare({"versions": {"torch": "1.0"}, "cases": {"a": OLD}}, {"a": OLD}, [])
     assert "'torch': '1.0'" in line and "record again with these versions" in line
 
@@ -136,7 +133,7 @@ def test_a_changed_file_is_told_by_itself_and_other_versions_are():
 # ---- cases and their options
 
 
-def test_all_options_are_spelled_in_the_table():
+def test_all_options_are_spelled_in_the_table_and_every_kind_has_a_quick_case():
     """A new option gets a term and a case, or a reason to have none."""
     of_transformers = {f.name for f in fields(hf.TrainingArguments)}
     known = {name.partition(".")[0] for names in OPTIONS.values() for name in names if name}
@@ -144,9 +141,6 @@ def test_all_options_are_spelled_in_the_table():
     assert ours - known == set(NOT_RECORDED) and known <= ours
     used = {term for case in cases() for term in case.options}
     assert set(OPTIONS) - used == {"stash folder", "state folder"}, "which each case has of its own"
-
-
-def test_every_kind_has_a_quick_case():
     found = quick(cases())
     assert [case.kind for case in found] == list(dict.fromkeys(case.kind for case in found))
     assert {case.kind for case in found} == {case.kind for case in cases()}

@@ -46,19 +46,16 @@ def test_a_folder_and_a_file(tmp_path):
     assert load_config(tmp_path).num_hidden_layers == 2
 
 
-@pytest.mark.parametrize(
-    ("architectures", "asked", "kind"),
-    [
-        (None, None, "LlamaModel"),
+def test_the_class(tmp_path):
+    for architectures, asked, kind in (
+        ([], None, "LlamaModel"),
         (["Unknown"], None, "LlamaModel"),
         (["Unknown", "LlamaForCausalLM"], None, "LlamaForCausalLM"),
         (["LlamaForCausalLM"], "AutoModelForSequenceClassification", "LlamaForSequenceClassification"),
         (["LlamaForCausalLM"], "LlamaForTokenClassification", "LlamaForTokenClassification"),
-    ],
-)
-def test_the_class(tmp_path, architectures, asked, kind):
-    source = written(tmp_path, {**LLAMA, **({"architectures": architectures} if architectures else {})})
-    assert type(load_shapes(source, model_class=asked)).__name__ == kind
+    ):
+        source = written(tmp_path, {**LLAMA, "architectures": architectures})
+        assert type(load_shapes(source, model_class=asked)).__name__ == kind
 
 
 def test_another_dtype(tmp_path):
@@ -97,20 +94,14 @@ def test_configs_that_are_refused(tmp_path):
         assert said in refused(written(tmp_path, content))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_other_names_of_sizes_and_what_every_config_saves_are_enough(tmp_path):
+    for content in (
         {"model_type": "bloom", "n_embed": 16, "n_layer": 2, "n_head": 2},
         {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]},
         {"model_type": "bart", "d_model": 16, "encoder_layers": 2, "decoder_layers": 2},
         {"model_type": "clip", "text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}},
-    ],
-)
-def test_other_names_of_sizes(tmp_path, content):
-    assert next(load_shapes(written(tmp_path, content)).parameters()).is_meta
-
-
-def test_what_every_config_saves_is_enough(tmp_path):
+    ):
+        assert next(load_shapes(written(tmp_path, content)).parameters()).is_meta
     for kind in (transformers.BertConfig, transformers.LlamaConfig, transformers.T5Config, transformers.CLIPConfig):
         kind().save_pretrained(tmp_path)
         assert type(load_config(tmp_path)) is kind
@@ -129,38 +120,30 @@ def test_what_is_not_there_is_refused(tmp_path):
     assert f"must be able to make a config of {str(file)!r} (got " in refused(str(file))
 
 
-@pytest.mark.parametrize(
-    ("missing", "name", "remedy"),
-    [
-        (
-            "Please install torch and gguf>=0.10.0 to load a GGUF checkpoint",
-            "model.gguf",
-            "install it with: pip install gguf",
-        ),
+def test_a_package_that_is_missing(tmp_path, monkeypatch):
+    for missing, name, remedy in (
+        ("Please install torch and gguf>=0.10.0 to load a GGUF checkpoint", "model.gguf", "pip install gguf"),
         ("No module named 'timm'", "config.json", "install what it names"),
-    ],
-)
-def test_a_package_that_is_missing(tmp_path, monkeypatch, missing, name, remedy):
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise ImportError(missing)
+    ):
 
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fails)
-    (tmp_path / name).write_text('{"model_type": "bert"}')
-    assert refused(str(tmp_path / name)).endswith(f"(got ImportError: {missing}); {remedy}")
+        def fails(*args: Any, said: str = missing, **kwargs: Any) -> None:
+            raise ImportError(said)
+
+        monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fails)
+        (tmp_path / name).write_text('{"model_type": "bert"}')
+        text = refused(str(tmp_path / name))
+        assert f"(got ImportError: {missing}); " in text and text.endswith(remedy)
 
 
-@pytest.mark.parametrize(
-    ("content", "remedy"),
-    [
+def test_an_adapter_is_no_model(tmp_path):
+    for content, remedy in (
         ('{"base_model_name_or_path": "some/base"}', "give that: some/base"),
         ("{}", "give it; adapter_config.json does not name it"),
         ("no JSON", "give it; adapter_config.json does not name it"),
-    ],
-)
-def test_an_adapter_is_no_model(tmp_path, content, remedy):
-    (tmp_path / "adapter_config.json").write_text(content)
-    text = refused(str(tmp_path))
-    assert text.startswith("an adapter is a part of its base model (got ") and text.endswith(f"); {remedy}")
+    ):
+        (tmp_path / "adapter_config.json").write_text(content)
+        text = refused(str(tmp_path))
+        assert text.startswith("an adapter is a part of its base model (got ") and text.endswith(f"); {remedy}")
 
 
 def test_a_model_of_a_config():

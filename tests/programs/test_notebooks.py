@@ -25,14 +25,6 @@ SHORTER = {
 }
 """What is put in the place of a setting, so that a run takes seconds."""
 
-by_name = pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-
-
-def test_there_are_notebooks():
-    assert {"01_quickstart", "02_memory", "03_timeline"} <= {file.stem for file in NOTEBOOKS}
-    written = "".join(cell.source for file in NOTEBOOKS for cell in nbformat.read(file, as_version=4).cells)
-    assert all(setting in written for setting in SHORTER)
-
 
 needs_all = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in NEEDED), reason=f"needs {', '.join(NEEDED)}"
@@ -78,7 +70,7 @@ def test_its_code_runs(file, tmp_path):
 
 @nightly
 @needs_all
-@by_name
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_it_runs(file, tmp_path, monkeypatch):
     """In a kernel, as it is."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -94,15 +86,18 @@ def test_it_runs(file, tmp_path, monkeypatch):
     assert {each.name for each in tmp_path.iterdir()} <= LEFT
 
 
-@by_name
-def test_it_is_kept_without_outputs_and_leads_to_the_others(file):
-    notebook = nbformat.read(file, as_version=4)
-    found = set(re.findall(r"\]\(([^):]+)\)", "".join(cell.source for cell in notebook.cells)))
-    assert found == {other.name for other in NOTEBOOKS if other != file}
-    nbformat.validate(notebook)
-    assert set(notebook.metadata) == {"kernelspec", "language_info"}
-    assert notebook.metadata.language_info == {"name": "python"}
-    for cell in notebook.cells:
-        assert cell.metadata == {}
-        if cell.cell_type == "code":
-            assert (cell.outputs, cell.execution_count) == ([], None)
+def test_they_are_kept_without_outputs_and_lead_to_each_other():
+    assert {"01_quickstart", "02_memory", "03_timeline"} <= {file.stem for file in NOTEBOOKS}
+    written = "".join(cell.source for file in NOTEBOOKS for cell in nbformat.read(file, as_version=4).cells)
+    assert all(setting in written for setting in SHORTER)
+    for file in NOTEBOOKS:
+        notebook = nbformat.read(file, as_version=4)
+        found = set(re.findall(r"\]\(([^):]+)\)", "".join(cell.source for cell in notebook.cells)))
+        assert found == {other.name for other in NOTEBOOKS if other != file}
+        nbformat.validate(notebook)
+        assert set(notebook.metadata) == {"kernelspec", "language_info"}
+        assert notebook.metadata.language_info == {"name": "python"}
+        for cell in notebook.cells:
+            assert cell.metadata == {}
+            if cell.cell_type == "code":
+                assert (cell.outputs, cell.execution_count) == ([], None)

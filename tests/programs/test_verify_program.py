@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from cli_models import LLAMA, checks_nothing, ran, refused, written
 from hf_l2l import testing
 from hf_l2l.device.slots import GradientSlots
 from hf_l2l.hf import attach
-from hf_l2l.verify.checks import CHECKS
+from hf_l2l.verify.checks import CHECKS, verify
 
 
 def test_a_model_that_is_exact(tmp_path, capsys):
@@ -30,39 +29,39 @@ def test_a_model_that_is_exact(tmp_path, capsys):
     assert "exact" in verdicts.values()
 
 
-def gradients_times(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """Gradients of layers are that often what they should be."""
+def test_a_model_that_differs_or_is_refused(tmp_path, capsys, monkeypatch):
+    """Gradients of layers are twice what they should be, or wrong by rounding; or the engine refuses the model. Two
+    checks show it."""
+    source = written(tmp_path, LLAMA)
+    monkeypatch.setattr("hf_l2l.cli.verify.COMPARED", ("gradients",))
+
+    def of_two(family: Any, names: Any = ("layers", "gradients"), device: str = "cpu") -> Any:
+        return verify(family, names, device)
+
+    monkeypatch.setattr("hf_l2l.verify.checks.verify", of_two)
     add = GradientSlots.add
-
-    def scaled(self: Any, number: int, leaf: Any) -> None:
-        leaf.grad = None if leaf.grad is None else factor * leaf.grad
-        add(self, number, leaf)
-
-    monkeypatch.setattr(GradientSlots, "add", scaled)
-
-
-@pytest.mark.parametrize(
-    ("factor", "verdict", "status", "last"),
-    [
+    for factor, verdict, status, last in (
         (2.0, "differs", 1, "red: layer to layer computes something else\n"),
         (1 + torch.finfo(torch.float32).eps, "within tolerance", 0, ""),
-    ],
-)
-def test_a_model_that_differs(tmp_path, capsys, monkeypatch, factor, verdict, status, last):
-    gradients_times(monkeypatch, factor)
-    found = ran(capsys, "verify", written(tmp_path, LLAMA))
-    assert found.status == status and found.err == "" and found.out.endswith(last)
-    [line] = [line for line in found.out.splitlines() if line.startswith("gradients")]
-    assert line.split(maxsplit=1)[1].startswith(verdict)
-    assert "the gradient model.layers." in line and "of its largest entry" in line
+    ):
 
+        def scaled(self: Any, number: int, leaf: Any, factor: float = factor) -> None:
+            leaf.grad = None if leaf.grad is None else factor * leaf.grad
+            add(self, number, leaf)
 
-def test_a_model_that_is_refused(tmp_path, capsys, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(GradientSlots, "add", scaled)
+            found = ran(capsys, "verify", source)
+        assert found.status == status and found.err == "" and found.out.endswith(last)
+        [line] = [line for line in found.out.splitlines() if line.startswith("gradients")]
+        assert line.split(maxsplit=1)[1].startswith(verdict)
+        assert "the gradient model.layers." in line and "of its largest entry" in line
+
     def refuse(model: Any) -> None:
         raise ValueError("a model under L2L must be another one; take that")
 
     monkeypatch.setattr(attach, "check_attachable", refuse)
-    found = ran(capsys, "verify", written(tmp_path, LLAMA))
+    found = ran(capsys, "verify", source)
     assert found.status == 1
     assert "gradients      refused" in found.out and "a model under L2L must be another one; take that" in found.out
     assert found.out.endswith("refused: the engine does not run this model, and says why\n")
@@ -77,25 +76,7 @@ def test_what_is_taken_from_the_config_is_told(tmp_path, capsys, monkeypatch):
     own |= {"architectures": ["XmodForMultipleChoice"], "num_hidden_layers": 1, "num_attention_heads": 2}
     out = ran(capsys, "verify", written(tmp_path, own)).out
     assert "  not taken, since it does not fit: default_language\n" in out
-    assert "  no batch is known for a XmodForMultipleChoice: checked as a XmodForSequenceClassification" in out
-
-
-def test_bad_input(tmp_path, capsys, monkeypatch):
-    def refuse() -> None:
-        raise RuntimeError("the simulated accelerator must be the only one of the process (found cuda); hide it")
-
-    source = written(tmp_path, LLAMA)
-    monkeypatch.setattr(testing, "enable_simulated_accelerator", refuse)
-    for arguments, said in (
-        (("--device", "cuda:9"), "one this machine has (got cuda:9)"),
-        (("--device", "gpu"), "device must name a torch device"),
-        (("--device", "sim"), "must be the only one"),
-        (("--class", "Nothing"), "--class must be a class of models"),
-        (("--class", "BertModel"), "choose another class with --class"),
-    ):
-        assert said in refused(capsys, "verify", source, *arguments)
-    encodec = written(tmp_path, {"model_type": "encodec", "hidden_size": 8, "num_filters": 4})
-    assert "a batch must be known for the class" in refused(capsys, "verify", encodec)
+    assert "no batch is known for a XmodForMultipleChoice" in out
 
 
 OWN_CODE = """
@@ -107,17 +88,28 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_a_model_with_code_of_its_own(tmp_path, capsys, monkeypatch):
+def test_bad_input_and_models_with_code_of_their_own(tmp_path, capsys, monkeypatch):
+    def refuse() -> None:
+        raise RuntimeError("the simulated accelerator must be the only one of the process (found cuda); hide it")
+
+    source = written(tmp_path / "llama", LLAMA)
+    monkeypatch.setattr(testing, "enable_simulated_accelerator", refuse)
+    for arguments, said in (
+        (("--device", "cuda:9"), "one this machine has (got cuda:9)"),
+        (("--device", "gpu"), "device must name a torch device"),
+        (("--device", "sim"), "must be the only one"),
+        (("--class", "Nothing"), "--class must be a class of models"),
+        (("--class", "BertModel"), "choose another class with --class"),
+    ):
+        assert said in refused(capsys, "verify", source, *arguments)
+    encodec = written(tmp_path / "encodec", {"model_type": "encodec", "hidden_size": 8, "num_filters": 4})
+    assert "a batch must be known for the class" in refused(capsys, "verify", encodec)
+
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
-    source = written(
-        tmp_path,
-        LLAMA,
-        model_type="own",
-        architectures=["OwnModel"],
-        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
-    )
-    (tmp_path / "own.py").write_text(OWN_CODE)
-    assert "pass --trust-remote-code" in refused(capsys, "verify", source)
+    of_classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    own = written(tmp_path / "own", LLAMA, model_type="own", architectures=["OwnModel"], auto_map=of_classes)
+    (tmp_path / "own" / "own.py").write_text(OWN_CODE)
+    assert "pass --trust-remote-code" in refused(capsys, "verify", own)
     trusting = ("--trust-remote-code", "--class", "AutoModelForCausalLM")
-    assert "classes of transformers (got OwnModel" in refused(capsys, "verify", source, *trusting)
-    assert ran(capsys, "inspect", source, *trusting, "--json").json["stacks"][0]["num_layers"] == 3
+    assert "classes of transformers (got OwnModel" in refused(capsys, "verify", own, *trusting)
+    assert ran(capsys, "inspect", own, *trusting, "--json").json["stacks"][0]["num_layers"] == 3

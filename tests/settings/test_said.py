@@ -23,6 +23,7 @@ from hf_l2l.glue.said.ending import last_words
 from hf_l2l.glue.said.typed import as_flags
 from hf_l2l.hf.training_args import OWN_OPTIONS
 from hf_l2l.own_command import python
+from tiers import more
 from training import l2l_trainer
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -50,21 +51,18 @@ def test_a_program_says_in_one_line_what_runs(tmp_path):
     assert [line for line in ran.stderr.splitlines() if "hf_l2l" in line] == [f"[hf_l2l] {ON_THE_CPU}"]
 
 
-@pytest.mark.parametrize(
-    ("has_handler", "verbosity", "expected"),
-    [
-        (False, "warning", [f"[hf_l2l] {ON_THE_CPU}"]),
-        (True, "warning", [f"hf_l2l - {ON_THE_CPU}"]),
-        (False, "error", []),
-    ],
-)
-def test_it_is_shown_as_the_program_shows_logs(has_handler, verbosity, expected, tmp_path, monkeypatch, capsys):
+def test_it_is_shown_as_the_program_shows_logs(tmp_path, monkeypatch, capsys):
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(name)s - %(message)s"))
-    monkeypatch.setattr(logging.getLogger(), "handlers", [handler] * has_handler)
-    getattr(hf.logging, f"set_verbosity_{verbosity}")()
-    l2l_trainer(tmp_path, max_steps=1).train()
-    assert [line for line in capsys.readouterr().err.splitlines() if "hf_l2l" in line] == expected
+    for has_handler, verbosity, expected in (
+        (True, "warning", [f"hf_l2l - {ON_THE_CPU}"]),
+        (False, "warning", [f"[hf_l2l] {ON_THE_CPU}"]),
+        (False, "error", []),
+    ):
+        monkeypatch.setattr(logging.getLogger(), "handlers", [handler] * has_handler)
+        getattr(hf.logging, f"set_verbosity_{verbosity}")()
+        l2l_trainer(tmp_path, max_steps=1).train()
+        assert [line for line in capsys.readouterr().err.splitlines() if "hf_l2l" in line] == expected
 
 
 def test_details_are_for_those_who_ask(tmp_path, caplog):
@@ -137,9 +135,8 @@ def test_help_says_values_and_defaults_within_the_width_of_the_terminal(monkeypa
 # ---- options as they were typed
 
 
-@pytest.mark.parametrize(
-    ("said", "typed"),
-    [
+def test_options_are_called_as_they_were_typed():
+    for said, typed in (
         ("stash must be one of 'device' (got 'ssd')", "--stash must be one of 'device' (got 'ssd')"),
         ("fp16 cannot be used (got fp16=True)", "--fp16 cannot be used (got --fp16 True)"),
         (
@@ -156,31 +153,24 @@ def test_help_says_values_and_defaults_within_the_width_of_the_terminal(monkeypa
         ("no file in /data/output_dir/train_file.csv", None),
         ("its columns are 'label_column', 'text_columns'", None),
         ("there is no trainer_state.json and no max_stepsize", None),
-    ],
-)
-def test_options_are_called_as_they_were_typed(said, typed):
-    expected = said if typed is None else typed
-    assert as_flags(said, run_glue_l2l.PARSER.names) == expected
-    assert as_flags(expected, run_glue_l2l.PARSER.names) == expected
+    ):
+        expected = said if typed is None else typed
+        assert as_flags(said, run_glue_l2l.PARSER.names) == expected
+        assert as_flags(expected, run_glue_l2l.PARSER.names) == expected
 
 
 @needs_datasets
-@pytest.mark.parametrize(
-    ("options", "keyword"),
-    [
+def test_what_the_model_refuses_is_said_in_one_line_and_leaves_no_folder(tiny_model, tmp_path, capsys):
+    files = {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
+    for options, keyword in (
         ({"l2l_resident_layers": 7, "do_train": False}, "--l2l_resident_layers must be at most"),
         ({"l2l_layer_classes": "Nothing"}, "every name in --l2l_layer_classes must be"),
-    ],
-)
-def test_what_the_model_refuses_is_said_in_one_line_and_leaves_no_folder(
-    tiny_model, tmp_path, capsys, options, keyword
-):
-    files = {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
-    with pytest.raises(SystemExit) as stopped:
-        run_glue_l2l.main(command(tiny_model, tmp_path, **files, **options))
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"run_glue_l2l.py: {keyword}")
-    assert not (tmp_path / "out").exists()
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            run_glue_l2l.main(command(tiny_model, tmp_path, **files, **options))
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"run_glue_l2l.py: {keyword}")
+        assert not (tmp_path / "out").exists()
 
 
 @needs_datasets
@@ -218,7 +208,7 @@ def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
 
 
 @needs_datasets
-@pytest.mark.parametrize("disable_tqdm", [True, False])
+@pytest.mark.parametrize("disable_tqdm", [False, *more(True)])
 def test_sizes_are_printed_as_text_and_written_as_bytes(tiny_model, tmp_path, monkeypatch, capsys, disable_tqdm):
     log = hf.Trainer.log
     monkeypatch.setattr(

@@ -35,42 +35,40 @@ def labelled(*labels: object) -> list[Row]:
 
 @needs_datasets
 @pytest.mark.usefixtures("_no_model")
-@pytest.mark.parametrize(
-    ("name", "train", "dev", "keyword"),
-    [
-        ("train.csv", [{"text": "a film", "stars": 1}], ROWS, "train.csv must have a column 'label'"),
-        ("train.csv", ROWS, [{"sentence": "a film", "stars": 1}], "dev.csv must have a column 'label'"),
-        ("train.csv", "sentence,label\n", ROWS, "data files must have rows"),
-        ("train.csv", labelled(-1, 1), ROWS, "must not be negative"),
-        ("train.json", labelled(1, "yes"), ROWS, "all numbers or all words"),
-        ("train.csv", labelled(0, 0), ROWS, "at least two classes"),
-        ("train.csv", labelled(0, "", 1), ROWS, "got None in row 2"),
-        ("train.csv", labelled("yes", "no", ""), ROWS, "got None in row 3"),
-        ("train.csv", SCORED, labelled(0.5, "inf"), "got inf in row 2"),
-        ("train.json", labelled([0], [1]), ROWS, "got [0] in row 1"),
-        ("train.csv", ROWS, labelled(0, 2), "among the classes, which are 0, 1 (got 2"),
-        ("train.csv", NAMED, labelled("positive", "neutral"), "which are 'negative', 'positive' (got 'neutral'"),
-        ("train.csv", ROWS, labelled(0.0, 0.5), "which are 0, 1 (got 0.5"),
-        ("train.csv", SCORED, NAMED, "labels must be numbers as in the training file (got 'negative'"),
-        ("train.csv", [{"label": 0}, {"label": 1}], ROWS, "must have a column of text"),
-        ("train.csv", ROWS, [{"text": "a film", "label": 1}], "dev.csv must have the text column 'sentence'"),
-        ("train.csv", [{"id": 7, "review": "a film", "label": 1}], ROWS, "give --text_columns review"),
-        ("train.csv", [*ROWS, {"sentence": "NA", "label": 1}], ROWS, "got none in row 13"),
-        ("train.json", "{not json", ROWS, "could not be read as json"),
-        ("train.csv", "sentence,label\na,0\na,b,c,d,1\n", ROWS, "could not be read as csv"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and len(value) > 12 else "",
-)
-def test_bad_files_are_refused(tmp_path, capsys, name, train, dev, keyword):
-    train_file = tmp_path / name
-    if isinstance(train, str):
-        train_file.write_text(train, encoding="utf-8")
-    else:
-        write(train_file, train)
-    dev_file = write(train_file.with_stem("dev"), dev)
-    said = refused(command("model", tmp_path, train_file=train_file, validation_file=dev_file), capsys)
-    assert keyword in said and said.count(str(tmp_path)) >= 1
-    assert "; " in said
+def test_bad_files_are_refused(tmp_path, capsys):
+    for number, (name, train, dev, keyword) in enumerate(
+        (
+            ("train.csv", [{"text": "a film", "stars": 1}], ROWS, "train.csv must have a column 'label'"),
+            ("train.csv", ROWS, [{"sentence": "a film", "stars": 1}], "dev.csv must have a column 'label'"),
+            ("train.csv", "sentence,label\n", ROWS, "data files must have rows"),
+            ("train.csv", labelled(-1, 1), ROWS, "must not be negative"),
+            ("train.json", labelled(1, "yes"), ROWS, "all numbers or all words"),
+            ("train.csv", labelled(0, 0), ROWS, "at least two classes"),
+            ("train.csv", labelled(0, "", 1), ROWS, "got None in row 2"),
+            ("train.csv", labelled("yes", "no", ""), ROWS, "got None in row 3"),
+            ("train.csv", SCORED, labelled(0.5, "inf"), "got inf in row 2"),
+            ("train.json", labelled([0], [1]), ROWS, "got [0] in row 1"),
+            ("train.csv", ROWS, labelled(0, 2), "among the classes, which are 0, 1 (got 2"),
+            ("train.csv", NAMED, labelled("positive", "neutral"), "which are 'negative', 'positive' (got 'neutral'"),
+            ("train.csv", ROWS, labelled(0.0, 0.5), "which are 0, 1 (got 0.5"),
+            ("train.csv", SCORED, NAMED, "labels must be numbers as in the training file (got 'negative'"),
+            ("train.csv", [{"label": 0}, {"label": 1}], ROWS, "must have a column of text"),
+            ("train.csv", ROWS, [{"text": "a film", "label": 1}], "dev.csv must have the text column 'sentence'"),
+            ("train.csv", [{"id": 7, "review": "a film", "label": 1}], ROWS, "give --text_columns review"),
+            ("train.csv", [*ROWS, {"sentence": "NA", "label": 1}], ROWS, "got none in row 13"),
+            ("train.json", "{not json", ROWS, "could not be read as json"),
+            ("train.csv", "sentence,label\na,0\na,b,c,d,1\n", ROWS, "could not be read as csv"),
+        )
+    ):
+        train_file = tmp_path / str(number) / name
+        train_file.parent.mkdir()
+        if isinstance(train, str):
+            train_file.write_text(train, encoding="utf-8")
+        else:
+            write(train_file, train)
+        dev_file = write(train_file.with_stem("dev"), dev)
+        said = refused(command("model", tmp_path, train_file=train_file, validation_file=dev_file), capsys)
+        assert keyword in said and str(tmp_path) in said and "; " in said
 
 
 def flags(settings: Row) -> str:
@@ -78,9 +76,11 @@ def flags(settings: Row) -> str:
 
 
 @pytest.mark.usefixtures("_no_model")
-@pytest.mark.parametrize(
-    ("words", "keyword"),
-    [
+def test_bad_command_lines_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "full.csv", ROWS)
+    start = "--model_name_or_path model --train_file full.csv --output_dir out --do_train --max_grad_norm 0"
+    for words, keyword in (
         # Options are called as they were typed, whoever refuses them.
         *((flags(each), f"--{argument(next(iter(each)))}") for each in TOGETHER),
         ("--ubatch_size 0", "--ubatch_size must be"),
@@ -89,7 +89,6 @@ def flags(settings: Row) -> str:
         ("--lr_scheduler_type reduce_lr_on_plateau", "--lr_scheduler_type reduce_lr_on_plateau requires"),
         ("--num_train_epochs many", "invalid float value: 'many'; --help"),
         ("--zzz=1", "(got --zzz); --help"),
-        ("--do_trian", "did you mean --do_train? --help"),
         # Where there is nothing near, or another value.
         ("--task_name movies", "the data must have one source"),
         ("--dataset_name imdb", "the data must have one source"),
@@ -113,15 +112,9 @@ def flags(settings: Row) -> str:
         ("--eval_delay -1", "at least 0 (got -1)"),
         ("--save_steps 0", "or --save_strategy no"),
         ("--logging_steps 0", "or --logging_strategy no"),
-    ],
-)
-def test_bad_command_lines_are_refused_in_one_line(tmp_path, monkeypatch, capsys, words, keyword):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "full.csv", ROWS)
-    start = "--model_name_or_path model --train_file full.csv --output_dir out --do_train --max_grad_norm 0"
-    said = refused(f"{start} {words}".split(), capsys)
-    assert keyword in said
-    assert [each.name for each in tmp_path.iterdir()] == ["full.csv"]
+    ):
+        assert keyword in refused(f"{start} {words}".split(), capsys)
+        assert [each.name for each in tmp_path.iterdir()] == ["full.csv"], words
 
 
 @needs_datasets
@@ -130,9 +123,8 @@ def test_a_task_that_is_none_is_refused(tmp_path, capsys):
     assert "(got movies); own data goes into --train_file" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "keyword"),
-    [
+def test_a_bad_options_file_is_refused(tmp_path, capsys):
+    for text, keyword in (
         (None, "No such file"),
         ("{", "Expecting property name"),
         ('{"do_train": true}', "model_name_or_path"),
@@ -140,14 +132,12 @@ def test_a_task_that_is_none_is_refused(tmp_path, capsys):
         ('{"model_name_or_path": "model", "trainer": "both"}', "argument --trainer: invalid choice: 'both'"),
         ('{"model_name_or_path": "model", "max_steps": "many"}', "invalid int value: 'many'"),
         ('{"model_name_or_path": "model", "do_train": "perhaps"}', "Truthy value expected: got perhaps"),
-    ],
-)
-def test_a_bad_options_file_is_refused(tmp_path, capsys, text, keyword):
-    file = tmp_path / "options.json"
-    if text is not None:
-        file.write_text(text, encoding="utf-8")
-    said = refused([str(file)], capsys)
-    assert said.startswith(f"the options in {file} could not be used: ") and keyword in said
+    ):
+        file = tmp_path / "options.json"
+        if text is not None:
+            file.write_text(text, encoding="utf-8")
+        said = refused([str(file)], capsys)
+        assert said.startswith(f"the options in {file} could not be used: ") and keyword in said
 
 
 # ---- options that are gone
@@ -159,9 +149,8 @@ def parsed(folder: Path, *argv: str) -> Options[Any, Any]:
     return run_glue_l2l.parse_options([*start, "--do_train", *argv])
 
 
-@pytest.mark.parametrize(
-    ("words", "option", "value"),
-    [
+def test_options_with_a_successor_are_translated(tmp_path, caplog):
+    for words, option, value in (
         ("--evaluation_strategy no", "eval_strategy", "no"),
         ("--warmup_ratio 0.25", "warmup_steps", 0.25),
         ("--no_cuda", "use_cpu", True),
@@ -172,16 +161,15 @@ def parsed(folder: Path, *argv: str) -> Options[Any, Any]:
         ("--adafactor", "optim", "adafactor"),
         ("--push_to_hub_model_id me/it", "hub_model_id", "me/it"),
         ("--push_to_hub_token secret", "hub_token", "secret"),
-    ],
-)
-def test_options_with_a_successor_are_translated(tmp_path, caplog, words, option, value):
-    options = parsed(tmp_path, *words.split())
-    old = words.split()[0].removeprefix("--")
-    assert getattr(options.training, option) == value
-    assert old not in options.given
-    [warned] = caplog.messages
-    shown = "..." if value == "secret" else value
-    assert warned == f"--{old} is gone from transformers 5: it is taken as --{option} {shown}"
+    ):
+        caplog.clear()
+        options = parsed(tmp_path, *words.split())
+        old = words.split()[0].removeprefix("--")
+        assert getattr(options.training, option) == value
+        assert old not in options.given
+        [warned] = caplog.messages
+        shown = "..." if value == "secret" else value
+        assert warned == f"--{old} is gone from transformers 5: it is taken as --{option} {shown}"
 
 
 def test_options_without_effect_are_accepted_with_the_reason(tmp_path, caplog, monkeypatch):
@@ -206,77 +194,68 @@ def test_every_option_that_is_gone_is_gone_and_has_a_fate():
 
 
 @needs_datasets
-@pytest.mark.parametrize(
-    ("words", "logging", "evaluation"),
-    [
+def test_fifty_logs_are_made_of_a_run_unless_it_was_said_how_often(tmp_path):
+    for words, logging, evaluation in (
         ("", ("steps", 0.02), ("no", None)),
         ("--eval_strategy steps", ("steps", 0.02), ("steps", 500)),  # not as often as logs
         ("--eval_strategy steps --eval_steps 7", ("steps", 0.02), ("steps", 7)),
         ("--eval_strategy steps --logging_steps 5", ("steps", 5), ("steps", 5)),
         ("--logging_strategy steps", ("steps", 500), ("no", None)),
         ("--logging_strategy epoch", ("epoch", 500), ("no", None)),
-    ],
-)
-def test_fifty_logs_are_made_of_a_run_unless_it_was_said_how_often(tmp_path, words, logging, evaluation):
-    args = parsed(tmp_path, "--validation_file", str(tmp_path / "train.csv"), *words.split()).training
-    assert (args.logging_strategy, args.logging_steps) == logging
-    assert (args.eval_strategy, args.eval_steps) == evaluation
+    ):
+        args = parsed(tmp_path, "--validation_file", str(tmp_path / "train.csv"), *words.split()).training
+        assert (args.logging_strategy, args.logging_steps) == logging
+        assert (args.eval_strategy, args.eval_steps) == evaluation
 
 
 # ---- what only the model, the Hub or other packages can tell
 
 
 @needs_datasets
-@pytest.mark.parametrize(("rows", "least"), [(ROWS, 3), (PAIRS, 5)], ids=["text", "pair"])
-def test_a_length_has_room_for_text_and_is_no_more_than_the_tokenizer_allows(
-    tiny_model, tmp_path, capsys, caplog, rows, least
-):
-    options = {"train_file": write(tmp_path / "t.csv", rows), "do_eval": False}
-    with pytest.raises(SystemExit):
-        run_glue_l2l.main(command(tiny_model, tmp_path, **options, max_seq_length=least - 1))
-    assert f"--max_seq_length must be at least {least}: " in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "out").exists()
-    trainer = trainer_of(command(tiny_model, tmp_path, **options, max_seq_length=least))
-    assert {len(ids) for ids in trainer.train_dataset["input_ids"]} == {least}
+def test_a_length_has_room_for_text_and_is_no_more_than_the_tokenizer_allows(tiny_model, tmp_path, capsys, caplog):
+    """Special tokens take three of a pair of texts, and two of one."""
+    for name, rows, least in (("text", ROWS, 3), ("pair", PAIRS, 5)):
+        options = {"train_file": write(tmp_path / f"{name}.csv", rows), "do_eval": False}
+        with pytest.raises(SystemExit):
+            run_glue_l2l.main(command(tiny_model, tmp_path / name, **options, max_seq_length=least - 1))
+        assert f"--max_seq_length must be at least {least}: " in capsys.readouterr().err.splitlines()[-1]
+        assert not (tmp_path / name / "out").exists()
+        trainer = trainer_of(command(tiny_model, tmp_path / name, **options, max_seq_length=least))
+        assert {len(ids) for ids in trainer.train_dataset["input_ids"]} == {least}
     assert not any("max_seq_length" in each for each in caplog.messages)
     trainer_of(command(tiny_model, tmp_path, **options, max_seq_length=40))
     assert "--max_seq_length 40 is more than the tokenizer allows; using 32" in caplog.messages
 
 
 @needs_datasets
-@pytest.mark.parametrize(
-    ("options", "keyword"),
-    [
+def test_what_is_not_there_is_said_in_one_line(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "t.csv", ROWS)
+    for options, keyword in (
         ({"task_name": "mrpc"}, "the data set nyu-mll/glue could not be had from the Hub (Couldn't reach"),
         ({"dataset_name": "some/data"}, "the data set some/data could not be had from the Hub (Couldn't reach"),
         ({"train_file": "t.csv", "model_name_or_path": "no/where"}, "--model_name_or_path must be a folder or a name"),
         ({"train_file": "t.csv", "tokenizer_name": "no/where"}, "--tokenizer_name must be a folder or a name"),
-    ],
-)
-def test_what_is_not_there_is_said_in_one_line(tiny_model, tmp_path, monkeypatch, capsys, options, keyword):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "t.csv", ROWS)
-    said = refused(command(tiny_model, tmp_path, **{"do_eval": "task" in str(options), **options}), capsys)
-    assert said.startswith(keyword) and "connection" in said
+    ):
+        said = refused(command(tiny_model, tmp_path, **{"do_eval": "task" in str(options), **options}), capsys)
+        assert said.startswith(keyword) and "connection" in said
 
 
 @needs_datasets
-@pytest.mark.parametrize(
-    ("package", "options", "keyword"),
-    [
+def test_what_only_the_run_can_tell_is_said_in_one_sentence(tiny_model, tmp_path, capsys):
+    """Packages that are not there are named."""
+    files = {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
+    for package, options, keyword in (
         (None, {"metric_for_best_model": "eval_bleu"}, "--metric_for_best_model must be one of loss, accuracy"),
         ("tensorboard", {"report_to": "tensorboard"}, "TensorBoardCallback requires tensorboard to be installed."),
         ("bitsandbytes", {"optim": "adamw_8bit"}, "You need to install `bitsandbytes`"),
-    ],
-)
-def test_what_only_the_run_can_tell_is_said_in_one_sentence(tiny_model, tmp_path, capsys, package, options, keyword):
-    if package is not None and importlib.util.find_spec(package) is not None:
-        pytest.skip(f"{package} is installed")
-    files = {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
-    with pytest.raises(SystemExit) as stopped:
-        run_glue_l2l.main(command(tiny_model, tmp_path, **files, **options))
-    assert stopped.value.code == 2
-    assert keyword in capsys.readouterr().err.splitlines()[-1]
+    ):
+        if package is not None and importlib.util.find_spec(package) is not None:
+            continue
+        with pytest.raises(SystemExit) as stopped:
+            run_glue_l2l.main(command(tiny_model, tmp_path, **files, **options))
+        assert stopped.value.code == 2
+        assert keyword in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.usefixtures("_no_model")
