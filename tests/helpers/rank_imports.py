@@ -1,10 +1,11 @@
-"""What ranks have imported when they are forked. No collection of garbage looks at it again."""
+"""What ranks, and trainings that are killed, have imported when they are forked. No collection of garbage looks at it
+again."""
 
 from __future__ import annotations
 
 import gc
 
-import accelerate  # noqa: F401
+import hypothesis  # noqa: F401
 import transformers.models.albert.modeling_albert
 import transformers.models.bert.modeling_bert
 import transformers.models.deberta_v2.modeling_deberta_v2
@@ -15,8 +16,7 @@ import transformers.models.roberta.modeling_roberta
 import transformers.models.t5.modeling_t5
 import transformers.models.vit.modeling_vit  # noqa: F401
 
-import models  # noqa: F401
-import rank_pool  # noqa: F401
+import slow_disk  # noqa: F401
 
 gc.collect()
 gc.freeze()
