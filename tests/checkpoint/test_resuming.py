@@ -22,7 +22,7 @@ from models import llama
 from runs import assert_same_run, assert_same_tensors
 from saving import BEST, assert_saved, saving, steps_in, trained
 from tiers import more, nightly
-from training import StopAt, inner_optimizer, l2l_trainer, left_in, logs, plain_trainer, rows, tiny_bert
+from training import StopAt, inner_optimizer, left_in, logs, plain_trainer, rows, tiny_bert
 
 pytestmark = [
     # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.
@@ -225,12 +225,6 @@ def test_equal_runs_have_equal_states(tmp_path, options):
     assert {key for entry in states[0]["log_history"] for key in entry} == {
         *("epoch", "eval_loss", "grad_norm", "learning_rate", "loss", "skipped_steps", "step")
     }
-
-
-def test_checkpoints_go_both_ways(tmp_path, whole, parts):
-    assert_same_run(trained(parts, plain_trainer, resumes=True), whole)
-    trained(tmp_path / "theirs", plain_trainer, callbacks=[StopAt(2)])
-    assert_same_run(trained(tmp_path / "theirs", l2l_trainer, resumes=True), whole)
 
 
 def test_tied_weights_are_saved_once_and_loaded_tied(tmp_path):
