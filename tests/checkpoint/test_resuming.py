@@ -44,7 +44,7 @@ def parts(whole: Any, tmp_path: Path) -> Path:
 def test_the_last_complete_one_is_gone_on_from(whole, parts, caplog):
     """What was interrupted is renamed, and takes no place among those that are kept; one that the program has saved
     without the rest is not."""
-    whole.save_model(str(parts / "checkpoint-1"))
+    whole.model.save_pretrained(parts / "checkpoint-1")
     for name in ("checkpoint-3", "checkpoint-9", "_interrupted-checkpoint-9"):
         (parts / name).mkdir()
     shutil.copy(parts / "checkpoint-2" / "model.safetensors", parts / "checkpoint-3")
