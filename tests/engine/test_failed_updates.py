@@ -172,7 +172,7 @@ def test_a_fault_outside_the_layers_is_told_with_its_name(name, mode):
 def test_an_update_outside_the_layers_that_fails_is_told_in_the_next_forward():
     model, _, optimizer, batch = attach(eps_update="deferred")
     train_once(model, batch)
-    with late_updates(), failing("update", model.head.bias):
+    with failing("update", model.head.bias), late_updates():
         optimizer.step()
         with pytest.raises(FaultError) as told:
             model(**batch)

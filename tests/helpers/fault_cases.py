@@ -24,8 +24,8 @@ from hf_l2l.runtime import stream
 from hf_l2l.stash.spill import SpillFile
 from hf_l2l.stash.stash import Stash
 from left_over import own_threads
-from models import batch_for
-from update_cases import Run, assert_same, result, toy
+from models import Toy, batch_for
+from runs import Run, assert_same_run, run_of, seed_all
 
 LAYERS = 3
 STEPS = 3
@@ -277,7 +277,7 @@ class _Training:
 
     def __init__(self, device: str, mode: str, options: dict[str, Any]) -> None:
         self.device = device
-        self.model = toy().train()
+        self.model = Toy().train()
         config = L2LConfig(device=device, eps_update=mode, ubatch_size=3, layer_classes=("Block",), **options)
         self.eps: EagerParamServer = attach_l2l(self.model, config)
         self.optimizer = self.eps.wrap(torch.optim.AdamW(self.model.parameters(), lr=1e-2))
@@ -294,7 +294,7 @@ class _Training:
         generators = [torch.get_rng_state()]
         if self.device != "cpu":
             generators.append(torch.get_device_module(self.device).get_rng_state())
-        return result(self.model, self.optimizer, []), generators
+        return run_of(self.model, self.optimizer, []), generators
 
     def draw_again(self, generators: list[torch.Tensor]) -> None:
         torch.set_rng_state(generators[0])
@@ -302,21 +302,15 @@ class _Training:
             torch.get_device_module(self.device).set_rng_state(each)
 
     def load(self, state: tuple[Run, list[torch.Tensor]]) -> None:
-        self.model.load_state_dict({**self.model.state_dict(), **state[0].weights})
+        self.model.load_state_dict(state[0].weights)
         self.optimizer.load_state_dict(copy.deepcopy(state[0].state))
         self.draw_again(state[1])
-
-
-def _seed(device: str) -> None:
-    torch.manual_seed(11)
-    if device != "cpu":
-        torch.get_device_module(device).manual_seed(11)
 
 
 def unbroken(device: str, mode: str, **options: Any) -> Run:
     """What a training without a fault ends with."""
     training = _Training(device, mode, options)
-    _seed(device)
+    seed_all(device)
     for _ in range(STEPS):
         training.step()
     found, _ = training.state()
@@ -348,7 +342,7 @@ def check_fault(
     place, before_threads = PLACES[name], own_threads()
     options = {**place.options, **({} if spill_dir is None else {"spill_dir": spill_dir}), **options}
     training, failing = _Training(device, mode, options), Failing(error)
-    _seed(device)
+    seed_all(device)
     for _ in range(at - 1):
         training.step()
     state = training.state()
@@ -376,11 +370,11 @@ def check_fault(
         training.load(state)
     else:
         training.optimizer.zero_grad()
-        assert_same(training.state()[0], state[0])
+        assert_same_run(training.state()[0], state[0])
         training.draw_again(state[1])
     for _ in range(at, STEPS + 1):
         training.step()
-    assert_same(training.state()[0], expected)
+    assert_same_run(training.state()[0], expected)
     detach_l2l(training.model)
     assert own_threads() <= before_threads, "no thread is left"
     assert spill_dir is None or not list(spill_dir.iterdir()), "no file is left"

@@ -112,10 +112,10 @@ def slope_of(readings: list[tuple[int, int]]) -> float:
 
 def steps(device: str, turns: int = 3000, warm_up: int = 300, every: int = 50) -> dict[str, Any]:
     """Steps of a loop in plain torch."""
-    from update_cases import toy_under
+    from runs import attach
 
     options = {} if device == "cpu" else {"stash": "host"}
-    model, eps, optimizer, batch = toy_under(device, "deferred", **options)
+    model, eps, optimizer, batch = attach(device=device, **options)
 
     def turn() -> None:
         model(**batch).loss.backward()

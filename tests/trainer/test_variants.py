@@ -23,7 +23,7 @@ from hf_l2l import (
 from hf_l2l.model import precision
 from models import batch_for, llama, t5
 from plain import assert_as_plain, assert_close_run, is_attached, small_bert
-from tiers import more
+from tiers import cpu_suffices, more
 from training import CHECKPOINTING, arguments, rows
 
 
@@ -80,6 +80,7 @@ def mixed(kind: type[hf.Trainer], *, first: bool) -> type[hf.Trainer]:
     return type("Mixed", (L2LTrainer, kind) if first else (kind, L2LTrainer), {})
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("first", "positional"), [(True, False), (False, True), *more((True, True), (False, False))])
 def test_a_mixin_with_a_trainer_of_another_order(tmp_path, first, positional):
     def trained(kind, folder):
@@ -97,6 +98,7 @@ def test_a_mixin_with_a_trainer_of_another_order(tmp_path, first, positional):
     assert_as_plain(found, expected)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("first", [False, *more(True)])
 def test_a_mixin_with_a_trainer_that_loads_the_model(tmp_path, first):
     small_bert().save_pretrained(tmp_path / "model")
@@ -110,6 +112,7 @@ def test_a_mixin_with_a_trainer_that_loads_the_model(tmp_path, first):
         mixed(Loading, first=first)(str(tmp_path / "model"), args)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("first", [True, *more(False)])
 def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
     def trained(kind, folder):
@@ -121,6 +124,7 @@ def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
     assert_as_plain(trained(mixed(Collecting, first=first), "l2l"), trained(Collecting, "plain"))
 
 
+@cpu_suffices
 def test_a_made_trainer_is_a_trainer_of_a_class_statement(tmp_path):
     def run(kind, folder):
         args = arguments(L2LTrainingArguments, tmp_path / folder, l2l_log_times=False, max_steps=2)
@@ -216,6 +220,7 @@ def test_a_reference_model_of_another_family_is_attached_again_for_the_next_trai
         assert not is_attached(reference)
 
 
+@cpu_suffices
 def test_seq2seq(tmp_path):
     def trained(kind, args_kind, folder, **options):
         options["optim"] = "sgd"  # Adam would make much of rounding where a gradient is nearly 0
