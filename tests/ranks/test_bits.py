@@ -68,10 +68,10 @@ CHOSEN = [
     ("3 on the host", "bert", "host stash", 1),
     ("2 on devices", "tied", "resident", 1),
     ("2 that add on devices", "skipping", "ubatches", 2),
-    ("2 of two devices", "llama", "ubatches", 1),
     ("2 hosts", "tied", "16-bit state", 1),
     ("3 hosts", "skipping", "bf16", 1),
     *more(
+        ("2 of two devices", "llama", "ubatches", 1),
         ("2 on the host", "vit", "serial", 1),
         ("2 on the host", "skipping", "eager", 2),
         ("3 on the host", "electra", "host stash", 1),

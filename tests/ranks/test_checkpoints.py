@@ -84,12 +84,9 @@ def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
 @pytest.mark.parametrize("size", [2, *more(4)])
 def test_on_two_hosts_a_checkpoint_has_all_state(pool, tmp_path, size):
     whole = pool(size).run(on_hosts, 2, trained, "dropout", "l2l", str(tmp_path / "whole"), SHORT)
-    near = pool(size).run(trained, "dropout", "l2l", str(tmp_path / "near"), SHORT)
     checkpoint = str(tmp_path / "whole" / "checkpoint-1")
     state = torch.load(f"{checkpoint}/optimizer.pt", weights_only=True)["state"]
     assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
-    if size == 2:
-        assert whole[0]["weights"] == near[0]["weights"] and whole[1]["state"] == near[1]["state"]
     given = "dropout", "l2l", str(tmp_path / "next"), SHORT, 70, checkpoint
     assert_resumed(pool(size).run(on_hosts, 2, trained, *given), whole)
 

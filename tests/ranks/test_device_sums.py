@@ -73,8 +73,7 @@ def chosen(folder: str, seconds: tuple[float, float], asked: str) -> tuple[list[
     ("seconds", "asked", "where"),
     [
         ((0.001, 0.002), "auto", "on the devices"),
-        ((0.002, 0.001), "auto", "on the host"),
-        *more(((0.001, 0.002), "host", "")),
+        *more(((0.002, 0.001), "auto", "on the host"), ((0.001, 0.002), "host", "")),
     ],
 )
 def test_what_is_faster_adds_and_is_logged_by_the_first_rank(pool, tmp_path, seconds, asked, where):

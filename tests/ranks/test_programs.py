@@ -22,7 +22,7 @@ from hf_l2l.shared_eps.remote import RemoteTask
 from rank_cases import OPTIMIZERS, Layers, Ranked, rank_here, same
 from rank_pool import RankPool, digest
 from rank_trainer import fresh
-from tiers import more
+from tiers import more, nightly
 from training import tiny_bert
 
 SERIAL, DEFERRED = {"eps_update": "serial"}, {"eps_update": "deferred"}
@@ -229,8 +229,9 @@ def test_ranks_return_what_one_process_does(pool, program):
 @pytest.mark.parametrize(
     ("name", "steps", "options", "sim"),
     [
-        ("two", 3, {"eps_update": "deferred"}, True),  # gradients come in the order of a layer and not of the model
         ("many", 1, {"eps_update": "deferred"}, False),  # what is told of their state is longer than a message
+        # Gradients come in the order of a layer and not of the model.
+        *more(("two", 3, {"eps_update": "deferred"}, True)),
         *more(*(("24 layers", 3, {"eps_update": mode, "num_threads": 2}, False) for mode in ("deferred", "eager"))),
     ],
 )
@@ -238,7 +239,8 @@ def test_unusual_layers(pool, name, steps, options, sim):
     same(pool, steps_of, name, steps, options, sim=sim)
 
 
-@pytest.mark.parametrize("what", ["frozen", *more("later", "cleared")])
+@nightly  # what is frozen on two hosts: `test_hosts.py`
+@pytest.mark.parametrize("what", ["frozen", "later", "cleared"])
 def test_parameters_and_state_that_a_program_changes_on_two_hosts(pool, what):
     """What is frozen keeps its owner, which has its state."""
     same(pool, changed, what, hosts=2)
