@@ -64,7 +64,7 @@ EVERY = [
     if is_possible(place, name, mode, accumulated)
 ]
 CHOSEN = [
-    ("2 on the host", "large", "eager", 1),
+    ("2 on the host", "skipping", "eager", 2),
     ("3 on the host", "bert", "host stash", 1),
     ("2 on devices", "tied", "resident", 1),
     ("2 that add on devices", "skipping", "ubatches", 2),
@@ -73,7 +73,7 @@ CHOSEN = [
     *more(
         ("2 of two devices", "llama", "ubatches", 1),
         ("2 on the host", "vit", "serial", 1),
-        ("2 on the host", "skipping", "eager", 2),
+        ("2 on the host", "large", "eager", 1),
         ("3 on the host", "electra", "host stash", 1),
         ("2 on devices", "skipping", "bf16 per sweep", 2),
         ("2 on devices", "bert", "kept", 1),
