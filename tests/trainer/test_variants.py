@@ -20,7 +20,7 @@ from hf_l2l import (
     make_l2l_arguments,
     make_l2l_trainer,
 )
-from hf_l2l.model import precision
+from hf_l2l.runtime import stream
 from models import batch_for, llama, t5
 from plain import assert_as_plain, assert_close_run, is_attached, small_bert
 from tiers import cpu_suffices, more
@@ -281,6 +281,22 @@ def test_a_callback_of_a_library_that_calls_it_with_its_own_model(tmp_path):
     callback.on_train_end(**given)
 
 
+def without_bf16(patch: pytest.MonkeyPatch) -> None:
+    """The device does not compute in bf16."""
+    of = stream.device_module
+
+    class Module:
+        is_bf16_supported = staticmethod(lambda: False)
+
+        def __init__(self, device: torch.device) -> None:
+            self.of = of(device)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.of, name)
+
+    patch.setattr(stream, "device_module", Module)
+
+
 def test_a_callback_refuses_what_l2l_cannot_honour(tmp_path, monkeypatch):
     """Arguments when the trainer is built, layers and dtypes when the training begins."""
     with pytest.raises(ValueError, match="torch_compile"):
@@ -288,7 +304,7 @@ def test_a_callback_refuses_what_l2l_cannot_honour(tmp_path, monkeypatch):
     args = arguments(hf.TrainingArguments, tmp_path)
     with pytest.raises(ValueError, match="a stack of layers"):
         with_callback(nn.Linear(2, 2), args).train()
-    monkeypatch.setattr(precision, "_computes_in_bf16", lambda device: False)
+    without_bf16(monkeypatch)
     made = with_callback(small_bert(), args, L2LConfig(cmp="auto"))
     with pytest.raises(ValueError, match="cmp='auto', which is fp16"):
         made.train()
