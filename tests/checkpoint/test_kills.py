@@ -26,9 +26,12 @@ from benchmarks import kills
 from benchmarks.kill_points import SAVING, Ended, Fault, Training, cuts, end_of
 from hf_l2l.checkpoint.finding import check_whole, checkpoints_in, newest_of
 from hf_l2l.checkpoint.staging import CheckpointSaveError
+from rank_pool import forked_context
 from saving import steps_in
 from tiers import more, nightly
 from training import left_in
+
+pytestmark = pytest.mark.usefixtures("imported")
 
 KILLED = (None, signal.SIGKILL, signal.SIGXFSZ, signal.SIGALRM)
 """None: a file may end before its cut, a training before its time."""
@@ -51,7 +54,13 @@ def killed(folder: Path, *, before: Path | None = None, **how: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def imported() -> None:
+    """The process from which all are forked runs: it is the one of the tests' ranks, too."""
+    forked_context()
+
+
+@pytest.fixture(scope="module")
+def before(imported: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training after four of six steps; what will be saved last is in the place of another one."""
     folder = tmp_path_factory.mktemp("before")
     finished(folder, seed=7, options={"save_steps": 6})
@@ -64,6 +73,15 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(before: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """How it ends if nothing happens to it."""
     return finished(Path(shutil.copytree(before, tmp_path_factory.mktemp("whole") / "run")))
+
+
+@pytest.fixture(scope="module")
+def calls_of_background(before: Path, whole: Ended, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Those of a training that saves in the background, which ends as the other one does."""
+    run = Path(shutil.copytree(before, tmp_path_factory.mktemp("background") / "run"))
+    found = finished(run, options={"l2l_async_save": True})
+    assert found.digest == whole.digest
+    return found.calls
 
 
 def assert_all_whole(run: Path) -> None:
@@ -98,14 +116,14 @@ def one_of_each(calls: list[str], faults: Iterable[Fault]) -> dict[str, Fault]:
 
 @pytest.mark.parametrize(
     ("background", "kinds"),
-    [(False, ("put in place", "cut", "remove")), (True, ("put in place",)), *more((False, None), (True, None))],
+    [(False, ("cut", "remove")), (True, ("put in place",)), *more((False, None), (True, None))],
     ids=str,
 )
 @pytest.mark.timeout(1800)
-def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, background, kinds):
+def test_a_save_is_killed_at_calls_that_change_files(before, whole, calls_of_background, tmp_path, background, kinds):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it."""
     how = {"options": {"l2l_async_save": background}}
-    calls = finished(Path(shutil.copytree(before, tmp_path / "calls")), **how).calls if background else whole.calls
+    calls = calls_of_background if background else whole.calls
     writers = {"open", "save"} if background else {"open", "save", "safe_save_file"}  # its own, for weights
     assert {"rename", "fsync", "rmdir", "remove", "mkdir", *writers} == {call.split(" ")[0] for call in calls}
     faults = [*changing(calls), *cuts(calls, before / "checkpoint-4")]
@@ -123,12 +141,15 @@ def test_a_save_is_killed_at_calls_that_change_files(before, whole, tmp_path, ba
 
 @pytest.mark.parametrize("every", [None, *more(2)])
 def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path, every):
-    """At calls by which it puts back what was about to be replaced, and removes the rest."""
+    """The save is killed when it was about to put the new folder in its place; the resume, at calls by which it puts
+    back what was to be replaced, and removes the rest."""
     second = [at for at, call in enumerate(whole.calls, 1) if call.startswith("rename")][1]
     interrupted = tmp_path / "interrupted"
     assert killed(interrupted, before=before, fault=Fault(second)) and len(left_in(interrupted)) == 3
     assert not (interrupted / "checkpoint-6").exists()
-    calls = finished(Path(shutil.copytree(interrupted, tmp_path / "again"))).calls
+    again = finished(Path(shutil.copytree(interrupted, tmp_path / "again")))
+    assert again.digest == whole.digest
+    calls = again.calls
     saved = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
     faults = changing(calls[:saved])
     assert saved >= 10
@@ -220,7 +241,7 @@ def test_a_generation_is_killed_at_calls_that_change_files(all_generations, tmp_
     faults = [*map(Fault, range(1, len(calls) + 1)), *cuts(calls, last)]
     assert len(faults) > 100
     of_kind = one_of_each(calls, faults)
-    chosen = faults[::every] if every else [of_kind[kind] for kind in ("put in place", "cut")]
+    chosen = faults[::every] if every else [of_kind["put in place"]]
     count = 0
     for number, fault in enumerate(chosen):
         run = tmp_path / str(number)
@@ -283,18 +304,23 @@ def assert_told_and_survived(run: Path, fault: Fault, whole: Ended, options: dic
     assert found.digest == whole.digest and left_in(run) == BOTH
 
 
-@pytest.mark.parametrize(("background", "calls"), [(False, 1), (True, 0), *more((False, 60), (True, 6))], ids=str)
+@pytest.mark.parametrize(
+    ("background", "calls", "cuts_at"),
+    [(False, 1, ()), (True, 0, (3000,)), *more((False, 60, (0, 3000, 20_000)), (True, 6, (0, 3000, 20_000)))],
+    ids=str,
+)
 @pytest.mark.timeout(1800)
-def test_a_disk_that_fails_is_told_and_survived(before, whole, tmp_path, background, calls):
+def test_a_disk_that_fails_is_told_and_survived(
+    before, whole, calls_of_background, tmp_path, background, calls, cuts_at
+):
     """The checkpoint of the other training that was to be replaced is as it was. Where files cannot grow, it is the
     system's own error in all who write: Python, `torch.save`, safetensors, and a thread in the background."""
     how = {"l2l_async_save": background}
-    unharmed = finished(Path(shutil.copytree(before, tmp_path / "calls")), options=how) if background else whole
-    save = last_save(unharmed.calls)
-    assert len(save) > 20 and unharmed.digest == whole.digest
+    save = last_save(calls_of_background if background else whole.calls)
+    assert len(save) > 20
     failing = save[-2 :: -(-len(save) // calls)] if calls else []
     faults = [Fault(at, error=ERRORS[number % 3]) for number, at in enumerate(failing[::-1])]
-    faults += [Fault(save[0], error=errno.EFBIG, cut=size) for size in (3000, *more(0, 20_000))]
+    faults += [Fault(save[0], error=errno.EFBIG, cut=size) for size in cuts_at]
     for number, fault in enumerate(faults):
         run = Path(shutil.copytree(before, tmp_path / str(number)))
         assert_told_and_survived(run, fault, whole, how)

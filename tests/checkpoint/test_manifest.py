@@ -79,7 +79,7 @@ def test_what_was_written_is_read(folder, tmp_path):
     assert checked(folder) == found
 
 
-@settings(deadline=None, max_examples=times(40, 400))
+@settings(deadline=None, max_examples=times(6, 400))
 @given(st.sampled_from([*CONTENT, MANIFEST]), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_any_flipped_bit_is_noticed(tmp_path_factory, name, at, bit):
     folder = made(tmp_path_factory.mktemp("flipped") / "checkpoint-3")
@@ -187,7 +187,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
 FILES = st.dictionaries(st.text(), JSON | st.tuples(st.integers(), st.from_regex("[0-9a-f]{64}")), max_size=3)
 
 
-@settings(deadline=None, max_examples=times(40, 400))
+@settings(deadline=None, max_examples=times(6, 400))
 @given(st.data())
 def test_any_manifest_is_read_or_refused(tmp_path_factory, data):
     """Any bytes, and any values with the SHA-256 that they have."""

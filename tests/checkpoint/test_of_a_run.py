@@ -23,7 +23,7 @@ from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_ma
 from hf_l2l.hf import checkpoints
 from runs import assert_same_tensors
 from saving import BEST, At, Stopped, assert_saved, saving, steps_in, stop, trained, with_methods
-from tiers import more
+from tiers import more, nightly
 from training import l2l_trainer, left_in, plain_trainer, tiny_bert
 
 BACKGROUND = pytest.mark.parametrize("in_background", [True, *more(False)])
@@ -81,11 +81,15 @@ def test_what_is_added_to_a_checkpoint_stays(tmp_path, in_background):
         assert (folder / "after.txt").exists() is not in_background
     assert (tmp_path / "checkpoint-1" / "merged" / "model.safetensors").exists()
     if in_background:
-        trained(tmp_path, resumes=True)
+        trained(tmp_path, max_steps=3, resumes=True)
 
 
 def test_what_a_trainer_would_load_must_have_been_saved(tmp_path):
-    trained(tmp_path, max_steps=1)
+    """And the manifest tells versions and options."""
+    trained(tmp_path, max_steps=1, eps_update="serial", ubatch_size=4)
+    found = read_manifest(tmp_path / "checkpoint-1").configuration
+    assert {"trainer", "hf_l2l", "torch", "transformers", "accelerate"} < set(found)
+    assert {"eps_update": "serial", "ubatch_size": 4}.items() <= found["options"].items()
     for name in ("pytorch_model.bin", "model.safetensors.index.json", "scaler.pt"):
         (tmp_path / "checkpoint-1" / name).write_bytes(b"something else")
         with pytest.raises(DamagedCheckpointError) as told:
@@ -122,18 +126,11 @@ def test_what_a_subclass_pushes_is_in_its_place(tmp_path, in_background):
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
 
-    made = saving(tmp_path, save_steps=2, l2l_async_save=in_background)
+    made = saving(tmp_path, max_steps=2, l2l_async_save=in_background)
     with_methods(made, init_hf_repo=nothing, _finish_current_push=nothing, _push_from_checkpoint=push)
     made.args.push_to_hub, made.push_to_hub = True, nothing
     made.train()
-    assert pushed == [("checkpoint-2", True, 2), ("checkpoint-4", True, 4)]
-
-
-def test_the_manifest_tells_versions_and_options(tmp_path):
-    trained(tmp_path, max_steps=1, eps_update="serial", ubatch_size=4)
-    found = read_manifest(tmp_path / "checkpoint-1").configuration
-    assert {"trainer", "hf_l2l", "torch", "transformers", "accelerate"} < set(found)
-    assert {"eps_update": "serial", "ubatch_size": 4}.items() <= found["options"].items()
+    assert pushed == [("checkpoint-1", True, 1), ("checkpoint-2", True, 2)]
 
 
 # ---- several trainings in one folder
@@ -141,13 +138,13 @@ def test_the_manifest_tells_versions_and_options(tmp_path):
 
 def test_going_on_is_the_same_training_and_going_back_is_another_one(tmp_path):
     trained(tmp_path, max_steps=2)
-    trained(tmp_path, resumes=True)
+    trained(tmp_path, max_steps=3, resumes=True)
     assert len({read_manifest(folder).run for folder in tmp_path.glob("checkpoint-*")}) == 1
-    again = saving(tmp_path, save_steps=3, max_steps=6, callbacks=[At("on_step_end", 4, stop)])
+    again = saving(tmp_path, save_steps=2, callbacks=[At("on_step_begin", 2, stop)])
     with pytest.raises(Stopped):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    # checkpoint-4 is of the training that was given up.
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-3", [])
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    # checkpoint-3 is of the training that was given up.
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
 
 
 class _OutOfMemoryAt(hf.TrainerCallback):
@@ -173,6 +170,7 @@ def test_each_attempt_to_find_a_batch_size_is_a_training(tmp_path, in_background
     assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-1"
 
 
+@nightly
 def test_a_batch_size_that_is_found_late_begins_again_with_the_weights_of_the_checkpoint(tmp_path, caplog):
     """Without one, with those that it has made, which is told."""
     checkpoint = tmp_path / "first" / "checkpoint-2"
@@ -189,16 +187,17 @@ def test_a_batch_size_that_is_found_late_begins_again_with_the_weights_of_the_ch
 def test_no_checkpoint_of_others_is_deleted_or_the_best_one(tmp_path):
     trained(tmp_path / "a", plain_trainer, max_steps=1)
     (tmp_path / "a" / "checkpoint-1").rename(tmp_path / "a" / "checkpoint-100")
-    made = trained(tmp_path / "a", save_total_limit=1, **falling())
+    made = trained(tmp_path / "a", max_steps=2, save_total_limit=1, **falling())
     assert made.state.best_model_checkpoint == str(tmp_path / "a" / "checkpoint-1")
     assert steps_in(tmp_path / "a") == [1, 100] and made.args.save_total_limit == 1
-    made = trained(tmp_path / "a", max_steps=3, save_steps=3, **falling(load_best_model_at_end=False))
+    made = trained(tmp_path / "a", max_steps=2, save_steps=2, **falling(load_best_model_at_end=False))
     assert made.state.best_global_step == 1 and made.state.best_model_checkpoint is None
 
 
 # ---- the best one
 
 
+@nightly
 def test_what_is_deleted_at_the_end_is_in_the_folder_of_the_training(tmp_path):
     """That of a run that was moved is found again; callbacks see the limit at the end."""
     limits: list[Any] = []
@@ -227,7 +226,7 @@ def test_the_weights_of_the_best_one_are_loaded_whatever_became_of_the_rest(tmp_
         (best / "adapter_model").mkdir()
         save_file({"a": torch.ones(2)}, best / "adapter_model" / "adapter_model.safetensors")
 
-    assert_saved(trained(tmp_path, **second_is_best(), callbacks=[At("on_save", 2, thin)]), best)
+    assert_saved(trained(tmp_path, max_steps=3, **second_is_best(), callbacks=[At("on_save", 2, thin)]), best)
     with pytest.raises(DamagedCheckpointError, match=MANIFEST) as told:
         trained(tmp_path, resumes=best)
     assert told.value.file == "optimizer.pt"
@@ -239,8 +238,8 @@ def test_nothing_is_deleted_if_the_best_one_is_gone(tmp_path):
     def gone(trainer: Any) -> None:
         shutil.rmtree(trainer.state.best_model_checkpoint)
 
-    with_methods(saving(tmp_path, save_total_limit=1, **second_is_best()), _load_best_model=gone).train()
-    assert steps_in(tmp_path) == [4]
+    with_methods(saving(tmp_path, max_steps=2, save_total_limit=1, **falling()), _load_best_model=gone).train()
+    assert steps_in(tmp_path) == [2]
 
 
 class _TakesFolders(hf.Trainer):
@@ -258,10 +257,10 @@ class _Layered(L2LTrainerMixin, _TakesFolders):
 
 
 def test_another_trainer_may_load_in_its_own_way(tmp_path):
-    made = saving(tmp_path, **second_is_best())
+    made = saving(tmp_path, max_steps=2, **falling())
     made.__class__ = _Layered
     made.train()
-    assert_saved(made, tmp_path / "checkpoint-2")
+    assert_saved(made, tmp_path / "checkpoint-1")
 
 
 @BACKGROUND

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import random
 import signal
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kill_points
 from hf_l2l.checkpoint.background import BackgroundSave
 from hf_l2l.checkpoint.finding import newest_whole
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.stash import spill
+from rank_pool import forked_context
 from saving import saving, trained
 from tiers import more
 from training import left_in
@@ -61,8 +60,7 @@ def train(folder: Path, spilled: Path, workers: int, events: Connection) -> None
 
 def interrupted(folder: Path, spilled: Path, sent: int, count: int, workers: int) -> tuple[int | None, str]:
     """Send a signal to a training with so many events and a checkpoint; its status, and what it told last."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", kill_points.__name__])
+    context = forked_context()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=train, args=(folder, spilled, workers, there))
     process.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import multiprocessing
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -16,10 +15,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from benchmarks import kill_points
 from hf_l2l.checkpoint import staging
 from hf_l2l.checkpoint.manifest import write_manifest
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, remove_interrupted, save_errors, staged
+from rank_pool import forked_context
 from saving import EACH_STEP, Synced, trained
 from tiers import more
 from training import l2l_trainer, plain_trainer
@@ -166,10 +165,8 @@ def killed(runs: list[Path]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[Callable[..., Any]]:
-    """Calls a function in another process, forked from the one that those of `kill_points` are forked from."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", kill_points.__name__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    """Calls a function in another process."""
+    with ProcessPoolExecutor(1, mp_context=forked_context()) as pool:
         yield lambda *args: pool.submit(*args).result(120)
 
 

@@ -20,11 +20,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 16}
-SIZES = {
-    "small": {"n_embd": 448, "n_layer": 4, "n_head": 7, "vocab_size": 2000, "n_positions": 64},
-    "large": {"n_embd": 768, "n_layer": 10, "n_head": 12, "vocab_size": 5000, "n_positions": 64},
-}
-"""42 MB and 300 MB of weights."""
+SIZES = {"large": {"n_embd": 768, "n_layer": 10, "n_head": 12, "vocab_size": 5000, "n_positions": 64}}
+"""300 MB of weights."""
 
 ROWS, TOKENS = 2, 8
 

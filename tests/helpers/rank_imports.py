@@ -1,10 +1,14 @@
-"""What ranks have imported when they are forked. No collection of garbage looks at it again."""
+"""What ranks, and trainings that are killed, have imported when they are forked. No collection of garbage looks at it
+again."""
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
 import gc
 
-import accelerate  # noqa: F401
+import accelerate
+import hypothesis
 import transformers.models.albert.modeling_albert
 import transformers.models.bert.modeling_bert
 import transformers.models.deberta_v2.modeling_deberta_v2
@@ -13,10 +17,13 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.models.roberta.modeling_roberta
 import transformers.models.t5.modeling_t5
-import transformers.models.vit.modeling_vit  # noqa: F401
+import transformers.models.vit.modeling_vit
 
-import models  # noqa: F401
-import rank_pool  # noqa: F401
+import benchmarks.kill_points
+import hf_l2l.testing
+import rank_cases
+import rank_trainer
+import slow_disk
 
 gc.collect()
 gc.freeze()

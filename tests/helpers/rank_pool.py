@@ -29,15 +29,16 @@ import torch
 from torch import distributed
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["rank_imports"])
 
 
-def _ensure_imports() -> None:
-    """Start the process from which all ranks are forked: it imports once what they need. It finds modules in no other
-    places than a new Python does, and says nothing of those that it does not find."""
+def forked_context() -> Any:
+    """The context whose processes are all forked from one, which runs then: it imports once what they need. It finds
+    modules in no other places than a new Python does, and says nothing of those that it does not find."""
+    _CONTEXT.set_forkserver_preload(["rank_imports"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, sys.path)))
         forkserver.ensure_running()
+    return _CONTEXT
 
 
 class RankDiedError(AssertionError):
@@ -99,10 +100,10 @@ class RankPool:
         if self.processes and all(process.is_alive() for process in self.processes):
             return
         self.close()
-        _ensure_imports()
+        context = forked_context()
         for rank in range(self.size):
-            here, there = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(rank, self.size, self.sim, there), daemon=True)
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, self.sim, there), daemon=True)
             process.start()
             there.close()
             self.processes.append(process)

@@ -64,22 +64,25 @@ EVERY = [
     if is_possible(place, name, mode, accumulated)
 ]
 CHOSEN = [
-    ("2 on the host", "vit", "serial", 1),
     ("2 on the host", "skipping", "eager", 2),
-    ("3 on the host", "electra", "host stash", 1),
-    ("2 on devices", "skipping", "bf16 per sweep", 2),
-    ("2 on devices", "bert", "kept", 1),
+    ("3 on the host", "bert", "host stash", 1),
     ("2 on devices", "tied", "resident", 1),
-    ("2 that add on devices", "large", "fp16", 1),
     ("2 that add on devices", "skipping", "ubatches", 2),
-    ("2 that add on devices", "tied", "eager", 1),
-    ("2 that add on devices", "llama", "16-bit gradients and state", 1),
-    ("2 of two devices", "llama", "ubatches", 1),
     ("2 hosts", "tied", "16-bit state", 1),
-    ("2 hosts", "bert", "eager", 2),
-    ("2 on the host", "large", "eager", 1),
     ("3 hosts", "skipping", "bf16", 1),
-    ("2 hosts with devices", "bert", "deferred", 1),
+    *more(
+        ("2 of two devices", "llama", "ubatches", 1),
+        ("2 on the host", "vit", "serial", 1),
+        ("2 on the host", "large", "eager", 1),
+        ("3 on the host", "electra", "host stash", 1),
+        ("2 on devices", "skipping", "bf16 per sweep", 2),
+        ("2 on devices", "bert", "kept", 1),
+        ("2 that add on devices", "large", "fp16", 1),
+        ("2 that add on devices", "tied", "eager", 1),
+        ("2 that add on devices", "llama", "16-bit gradients and state", 1),
+        ("2 hosts", "bert", "eager", 2),
+        ("2 hosts with devices", "bert", "deferred", 1),
+    ),
 ]
 
 
@@ -97,7 +100,7 @@ def test_ranks_have_the_bits_of_one_process(pool, place, name, mode, accumulated
     assert_same(found, alone, on_one_host=where.hosts == 1)
 
 
-@pytest.mark.parametrize(("name", "sim"), [("albert", False), ("t5", False), *more(("albert", True), ("t5", True))])
+@pytest.mark.parametrize(("name", "sim"), [("t5", False), *more(("albert", False), ("albert", True), ("t5", True))])
 def test_what_is_called_several_times(pool, name, sim):
     """One process adds call after call, a rank all its calls and then those of the ranks: the same to rounding. T5 has
     an embedding and a position bias that several calls use."""

@@ -28,7 +28,8 @@ from slow_disk import assert_same_checkpoints
 from tiers import more
 from training import left_in
 
-PLAIN = {k: v for k, v in SAVED.items() if k != "eps_update"}
+SHORT: dict[str, Any] = {**SAVED, "save_steps": 1, "max_steps": 2}
+PLAIN = {k: v for k, v in SHORT.items() if k != "eps_update"}
 """For transformers' Trainer."""
 BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
 
@@ -51,8 +52,8 @@ def test_a_checkpoint_has_what_each_rank_saves_and_is_resumed(pool, tmp_path):
     whole = pool(2).run(trained, "drawing", "l2l", str(tmp_path / "whole"), options)
     assert left_in(tmp_path / "whole") == whole[0]["checkpoints"] == [f"checkpoint-{step}" for step in (2, 4, 6)]
     names = {path.name for path in (tmp_path / "whole" / "checkpoint-4").iterdir()}
-    pool(2).run(trained, "drawing", "hf", str(tmp_path / "hf"), {**PLAIN, "max_steps": 2})
-    plain = {path.name for path in (tmp_path / "hf" / "checkpoint-2").iterdir()}
+    pool(2).run(trained, "drawing", "hf", str(tmp_path / "hf"), {**PLAIN, "max_steps": 1})
+    plain = {path.name for path in (tmp_path / "hf" / "checkpoint-1").iterdir()}
     assert {"model.safetensors", "optimizer.pt", "rng_state_1.pth", "trainer_state.json"} <= plain
     assert names - plain == {MANIFEST, "rng_state_data_0.pth", "rng_state_data_1.pth"} and plain <= names
     state = torch.load(tmp_path / "whole" / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
@@ -67,10 +68,12 @@ def test_a_checkpoint_has_what_each_rank_saves_and_is_resumed(pool, tmp_path):
 
 
 def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
-    """transformers loads it to the device of each of several processes. Each rank has its device's generator, too."""
-    options = {**SAVED, "use_cpu": False, "l2l_devices": "1", "per_device_train_batch_size": 2}
+    """transformers loads it to the device of each of several processes. Each rank has its share of the devices, two of
+    four, and their generators."""
+    options = {**SHORT, "use_cpu": False, "per_device_train_batch_size": 2}
     whole = pool(2, sim=True).run(trained, "dropout", "l2l", str(tmp_path / "run"), options)
-    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert [each["devices"] for each in whole] == [["sim:0", "sim:2"], ["sim:1", "sim:3"]]
+    checkpoint = tmp_path / "run" / "checkpoint-1"
     assert {"rng_state_sim_0.pth", "rng_state_sim_1.pth"} <= {p.name for p in checkpoint.iterdir()}
     found = pool(2, sim=True).run(trained, "dropout", "l2l", str(tmp_path / "next"), options, 70, str(checkpoint))
     assert [each["loaded_to"] for each in found] == [["cpu"], ["cpu"]]
@@ -79,41 +82,39 @@ def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
 
 @pytest.mark.parametrize("size", [2, *more(4)])
 def test_on_two_hosts_a_checkpoint_has_all_state(pool, tmp_path, size):
-    whole = pool(size).run(on_hosts, 2, trained, "dropout", "l2l", str(tmp_path / "whole"), SAVED)
-    near = pool(size).run(trained, "dropout", "l2l", str(tmp_path / "near"), SAVED)
-    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    whole = pool(size).run(on_hosts, 2, trained, "dropout", "l2l", str(tmp_path / "whole"), SHORT)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-1")
     state = torch.load(f"{checkpoint}/optimizer.pt", weights_only=True)["state"]
     assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
-    if size == 2:
-        assert whole[0]["weights"] == near[0]["weights"] and whole[1]["state"] == near[1]["state"]
-    given = "dropout", "l2l", str(tmp_path / "next"), SAVED, 70, checkpoint
+    given = "dropout", "l2l", str(tmp_path / "next"), SHORT, 70, checkpoint
     assert_resumed(pool(size).run(on_hosts, 2, trained, *given), whole)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), *more((1, 2))])
 def test_another_number_of_ranks_goes_on(pool, tmp_path, before, after):
     """With as many rows in a step, whichever rank has them: the same to rounding. Other batches are told."""
-    constant = {**SAVED, "lr_scheduler_type": "constant"}
+    constant = {**SHORT, "lr_scheduler_type": "constant"}
     rows = {1: {**constant, "gradient_accumulation_steps": 2}, 2: constant}
     whole = pool(1).run(trained, "bert", "l2l", str(tmp_path / "whole"), rows[1])[0]
-    pool(before).run(trained, "bert", "l2l", str(tmp_path / "run"), {**rows[before], "max_steps": 2})
-    given = "bert", "l2l", str(tmp_path / "next"), rows[after], 70, str(tmp_path / "run" / "checkpoint-2")
+    pool(before).run(trained, "bert", "l2l", str(tmp_path / "run"), {**rows[before], "max_steps": 1})
+    given = "bert", "l2l", str(tmp_path / "next"), rows[after], 70, str(tmp_path / "run" / "checkpoint-1")
     for each in pool(after).run(trained, *given):
-        assert each["step"] == 4
+        assert each["step"] == 2
         assert each["values"] == pytest.approx(whole["values"], rel=1e-3, abs=1e-3)
         assert "rng_state_data" in each["logged"]
 
 
-@pytest.mark.parametrize(("saves", "resumes"), [("hf", "l2l"), ("l2l", "hf")])
-def test_checkpoints_go_both_ways(pool, tmp_path, saves, resumes):
+def test_checkpoints_go_both_ways(pool, tmp_path):
     """Under transformers' Trainer with DistributedDataParallel, and back."""
-    options = {"l2l": SAVED, "hf": PLAIN}
-    whole = pool(2).run(trained, "dropout", "hf", str(tmp_path / "whole"), PLAIN)
-    run = whole if saves == "hf" else pool(2).run(trained, "dropout", saves, str(tmp_path / "run"), options[saves])
-    assert [each["weights"] for each in run] == [each["weights"] for each in whole]
-    checkpoint = str(tmp_path / ("whole" if saves == "hf" else "run") / "checkpoint-2")
-    found = pool(2).run(trained, "dropout", resumes, str(tmp_path / "next"), options[resumes], 70, checkpoint)
-    assert [each["weights"] for each in found] == [each["weights"] for each in whole]
+
+    def run(kind: str, folder: str, *rest: Any) -> list[str]:
+        given = "dropout", kind, str(tmp_path / folder), SHORT if kind == "l2l" else PLAIN
+        return [each["weights"] for each in pool(2).run(trained, *given, *rest)]
+
+    whole = run("hf", "hf")
+    assert run("l2l", "l2l") == whole
+    for before, after in (("hf", "l2l"), ("l2l", "hf")):
+        assert run(after, f"{after} after", 70, str(tmp_path / before / "checkpoint-1")) == whole
 
 
 @pytest.mark.parametrize("limit", [1, *more(2)])
@@ -131,7 +132,7 @@ def test_the_best_and_the_newest_are_kept(pool, tmp_path, limit):
 
 
 @pytest.mark.parametrize(
-    "where", [(1, "generators"), (0, "commit"), *more((0, "room"), (0, "weights"), (1, "weights"))]
+    "where", [(1, "generators"), *more((0, "commit"), (0, "room"), (0, "weights"), (1, "weights"))]
 )
 def test_a_checkpoint_that_one_rank_cannot_write_fails_in_all(pool, tmp_path, where):
     """Nothing of it is left, the one before is there, and the same ranks can train again."""
@@ -165,8 +166,6 @@ def test_what_one_rank_would_do_alone_is_refused(pool, tmp_path, option):
 
 
 # ---- in the background
-
-EACH_STEP: dict[str, Any] = {**SAVED, "save_steps": 1, "max_steps": 2}
 
 
 @contextmanager
@@ -209,10 +208,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", ["rows", "2 hosts", *more(*CASES)])
+@pytest.mark.parametrize("case", ["2 hosts", *more(*CASES)])
 def test_checkpoints_have_the_values_of_their_step(pool, tmp_path, case):
     size, hosts, name, options = CASES[case]
-    options = {**EACH_STEP, **options}
+    options = {**SHORT, **options}
     at_once = pool(size).run(on_hosts, hosts, trained, name, "l2l", str(tmp_path / "at once"), options)
     later = {**options, "l2l_async_save": True}
     found = pool(size).run(on_hosts, hosts, trained_slowly, name, str(tmp_path / "later"), later)
@@ -225,14 +224,14 @@ def test_checkpoints_have_the_values_of_their_step(pool, tmp_path, case):
 def test_ranks_write_generations_beside_the_steps(pool, tmp_path, before, after, every):
     """The newest one alone is there, and another number of ranks goes on from it."""
     now = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "l2l_realtime_every": every}
-    unbroken = {**SAVED, "lr_scheduler_type": "constant", "max_steps": 6}
+    unbroken = {**SAVED, "lr_scheduler_type": "constant"}
     whole = pool(before).run(trained, "dropout", "l2l", str(tmp_path / "whole"), unbroken)
     pool(before).run(trained_slowly, "dropout", str(tmp_path / "broken"), {**now, "max_steps": 3})
     (left,) = (tmp_path / "now").glob("checkpoint-*")
     assert left.name in ("checkpoint-2", "checkpoint-3") and (left / MANIFEST).is_file()
-    given = "dropout", "l2l", str(tmp_path / "broken"), {**now, "max_steps": 6}, 70, True
+    given = "dropout", "l2l", str(tmp_path / "broken"), {**now, "max_steps": 4}, 70, True
     found = pool(after).run(trained, *given)
-    assert all(each["step"] == 6 for each in found)
+    assert all(each["step"] == 4 for each in found)
     if before == after:
         assert_resumed(found, whole)
     (last,) = (tmp_path / "now").glob("checkpoint-*")
@@ -240,7 +239,7 @@ def test_ranks_write_generations_beside_the_steps(pool, tmp_path, before, after,
 
 
 @pytest.mark.parametrize(
-    ("errors", "what"), [("stop", "values"), ("warn", "part"), *more(("stop", "part"), ("warn", "generators"))]
+    ("errors", "what"), [("stop", "values"), *more(("warn", "part"), ("stop", "part"), ("warn", "generators"))]
 )
 def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_path, errors, what):
     """All ranks end with its error, or all go on; the one before is whole, and nothing else is left."""
@@ -256,10 +255,10 @@ def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_pa
 def test_a_folder_that_rank_0_cannot_look_into_changes_nothing(pool, tmp_path, every):
     """The generation is in its place; all ranks begin the next one after the same step."""
     now = {"l2l_realtime_checkpoint": str(tmp_path / "now"), "l2l_realtime_every": every}
-    options = {**REALTIME, **now, "max_steps": 6, "l2l_realtime_errors": "warn"}
+    options = {**REALTIME, **now, "max_steps": 5, "l2l_realtime_errors": "warn"}
     for found in pool(2).run(failed_generation, str(tmp_path / "run"), options, "folder"):
-        assert (found["step"], found["error"]) == (6, "")
-        assert "checkpoint-6" in found["left"] or every == "auto"
+        assert (found["step"], found["error"]) == (5, "")
+        assert "checkpoint-5" in found["left"] or every == "auto"
 
 
 @contextmanager
@@ -293,7 +292,7 @@ def interrupted(folder: str, options: dict[str, Any]) -> tuple[str, list[str], i
 
 def test_an_error_of_the_training_gives_up_the_checkpoint(pool, tmp_path):
     """Without waiting for ranks that are elsewhere."""
-    options = {**EACH_STEP, "l2l_async_save": True}
+    options = {**SHORT, "l2l_async_save": True}
     assert pool(2).run(interrupted, str(tmp_path), options) == [("'of the program'", [], 0)] * 2
 
 
@@ -314,8 +313,8 @@ def changed(folder: str, options: dict[str, Any]) -> None:
 
 def test_what_one_rank_changes_is_written_first(pool, tmp_path):
     """Though another rank writes it to the file."""
-    pool(2).run(changed, str(tmp_path / "at once"), EACH_STEP)
-    pool(2).run(changed, str(tmp_path / "later"), {**EACH_STEP, "l2l_async_save": True})
+    pool(2).run(changed, str(tmp_path / "at once"), SHORT)
+    pool(2).run(changed, str(tmp_path / "later"), {**SHORT, "l2l_async_save": True})
     assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
 
 

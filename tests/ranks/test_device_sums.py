@@ -21,6 +21,7 @@ from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import ALIGNMENT
 from rank_cases import Ranked, trained
 from rank_pool import RankDiedError
+from tiers import more
 
 
 @given(st.integers(1, 500), st.integers(1, 9))
@@ -73,8 +74,7 @@ def chosen(folder: str, seconds: tuple[float, float], asked: str) -> tuple[list[
     ("seconds", "asked", "where"),
     [
         ((0.001, 0.002), "auto", "on the devices"),
-        ((0.002, 0.001), "auto", "on the host"),
-        ((0.001, 0.002), "host", ""),
+        *more(((0.002, 0.001), "auto", "on the host"), ((0.001, 0.002), "host", "")),
     ],
 )
 def test_what_is_faster_adds_and_is_logged_by_the_first_rank(pool, tmp_path, seconds, asked, where):
@@ -115,7 +115,7 @@ def without_wait(reason: str, options: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "reduce"),
-    [(wait_reasons.GRADIENTS_ADDED, "device"), (wait_reasons.LAYER_GRADIENTS_DOWNLOADED, "host")],
+    [(wait_reasons.GRADIENTS_ADDED, "device"), *more((wait_reasons.LAYER_GRADIENTS_DOWNLOADED, "host"))],
 )
 def test_waits_for_gradients_are_needed(pool, reason, reduce):
     """A sum is downloaded after it has been added; the host adds what has been downloaded."""

@@ -20,22 +20,9 @@ from hf_l2l.ranks.messages import LANDED
 from host_cases import on_hosts
 from left_over import own_threads
 from models import batch_for, bert
-from rank_cases import Ranked, mapped, state_digest, trained
+from rank_cases import Ranked, mapped, state_digest
 from rank_pool import RankPool, digest
-from tiers import more, nightly
-
-
-@nightly  # with a plain sum in torch beside it: `test_hosts_are_added_in_their_order_each_as_a_whole`
-@pytest.mark.parametrize("name", ["bert", "skipping"])
-def test_two_hosts_with_two_ranks_each(pool, name):
-    """Each host adds its ranks, and then the hosts are added: the same to rounding, and to the bit in all ranks."""
-    found = pool(4).run(on_hosts, 2, trained, name, {"eps_update": "deferred"}, 4)
-    alone = pool(1).run(trained, name, {"eps_update": "deferred"}, 4)[0]
-    for rank, each in enumerate(found):
-        assert each["norms"] == found[0]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
-        for what in ("weights", "state", "detached"):
-            assert each[what] == found[0][what]
-        assert each["losses"][0] == alone["losses"][0][rank]
+from tiers import more
 
 
 def sums_of(hosts: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ from hf_l2l.shared_eps.remote import RemoteTask
 from rank_cases import OPTIMIZERS, Layers, Ranked, rank_here, same
 from rank_pool import RankPool, digest
 from rank_trainer import fresh
-from tiers import more
+from tiers import more, nightly
 from training import tiny_bert
 
 SERIAL, DEFERRED = {"eps_update": "serial"}, {"eps_update": "deferred"}
@@ -134,7 +134,7 @@ def changed(what: str) -> Any:
     state in between; "later" is for some that are frozen when a state of all is loaded, and trained again after it."""
     run = Ranked("large", **DEFERRED)
     model, eps, parameters = run.model, run.eps, list(run.model.parameters())
-    for step in range(8):
+    for step in range(4 if what == "frozen" else 8):
         eps.synchronize()  # else updates that are under way write to what is changed
         if what == "frozen":
             for number, p in enumerate(parameters):
@@ -165,11 +165,11 @@ def changed(what: str) -> Any:
 def rows_of_steps(kind: str, cmp: str | None, size: int) -> Any:
     """Steps before and after a state was loaded, with rows that each rank updates, if the optimizer can."""
     run = Ranked("large", size, optimizer=kind, **DEFERRED, cmp=cmp)
-    run.steps(range(3), 0.1)
+    run.steps(range(2), 0.1)
     state = copy.deepcopy(run.optimizer.state_dict())
-    run.steps([3], 0.1)
+    run.steps([2], 0.1)
     run.optimizer.load_state_dict(state)
-    run.steps([4, 5], 0.1)
+    run.steps([3], 0.1)
     return run.ended()
 
 
@@ -190,22 +190,21 @@ def saved_and_resumed(steps: range, before: str, after: str) -> Any:
 PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     "gradients are read after clipping": (read_after_clipping, ()),
     "layers are unfrozen": (unfreezing, ("unfrozen",)),
-    "the optimizer of a rank has another order": (unfreezing, ("reversed",)),
     "embeddings are resized": (resized, ()),
     "one rank evaluates alone": (alone_between_steps, ()),
-    "one rank's fp16 gradients overflow": (overflowing, ({"cmp": "fp16", "eps_update": "deferred"},)),
     "one rank's step is skipped": (overflowing, ({"nonfinite": "skip"},)),
     "outputs are changed in place": (changed_in_place, ()),
     "a state is loaded after the first step": (loaded_after_a_step, (True,)),
     "rows by AdamW, fused": (rows_of_steps, ("fused", "bf16", 2)),
-    "state is replaced": (changed, ("replaced",)),
-    "a weight gets more rows": (changed, ("resized",)),
 }
 ON_DEVICES = {
-    "ranks call other layers": (unfreezing, ("called",)),
     "one rank's fp16 gradients overflow on devices": (overflowing, ({"cmp": "fp16", "eps_update": "deferred"},)),
 }
 MORE: dict[str, tuple[Callable[..., Any], Any]] = {
+    "the optimizer of a rank has another order": (unfreezing, ("reversed",)),
+    "one rank's fp16 gradients overflow": (overflowing, ({"cmp": "fp16", "eps_update": "deferred"},)),
+    "state is replaced": (changed, ("replaced",)),
+    "a weight gets more rows": (changed, ("resized",)),
     "ranks of one host call other layers": (unfreezing, ("called",)),
     "a state is loaded again": (loaded_after_a_step, (False,)),
     "rows by Adafactor": (rows_of_steps, ("adafactor", None, 2)),
@@ -215,6 +214,7 @@ MORE: dict[str, tuple[Callable[..., Any], Any]] = {
     **{f"parameters are {what}": (changed, (what,)) for what in ("frozen", "cleared", "later")},
 }
 MORE_ON_DEVICES: dict[str, tuple[Callable[..., Any], Any]] = {
+    "ranks call other layers": (unfreezing, ("called",)),
     "gradients are read after clipping on devices": (read_after_clipping, ()),
     "one rank evaluates alone on devices": (alone_between_steps, ()),
 }
@@ -228,19 +228,20 @@ def test_ranks_return_what_one_process_does(pool, program):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "sim"),
+    ("name", "steps", "options", "sim"),
     [
-        ("two", {"eps_update": "deferred"}, True),  # gradients come in the order of a layer and not of the model
-        ("many", {"eps_update": "deferred"}, False),  # what is told of their state is longer than a message
-        ("24 layers", {"eps_update": "deferred", "num_threads": 2}, False),
-        *more(("24 layers", {"eps_update": "eager", "num_threads": 2}, False)),
+        ("many", 1, {"eps_update": "deferred"}, False),  # what is told of their state is longer than a message
+        # Gradients come in the order of a layer and not of the model.
+        *more(("two", 3, {"eps_update": "deferred"}, True)),
+        *more(*(("24 layers", 3, {"eps_update": mode, "num_threads": 2}, False) for mode in ("deferred", "eager"))),
     ],
 )
-def test_unusual_layers(pool, name, options, sim):
-    same(pool, steps_of, name, 3, options, sim=sim)
+def test_unusual_layers(pool, name, steps, options, sim):
+    same(pool, steps_of, name, steps, options, sim=sim)
 
 
-@pytest.mark.parametrize("what", ["frozen", *more("later", "cleared")])
+@nightly  # what is frozen on two hosts: `test_hosts.py`
+@pytest.mark.parametrize("what", ["frozen", "later", "cleared"])
 def test_parameters_and_state_that_a_program_changes_on_two_hosts(pool, what):
     """What is frozen keeps its owner, which has its state."""
     same(pool, changed, what, hosts=2)
@@ -340,7 +341,7 @@ def begun_and_expected(optimizer: str) -> tuple[list[str], list[str]]:
     return begun, order
 
 
-@pytest.mark.parametrize("optimizer", ["fused", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["fused", *more("adafactor")])
 def test_rows_are_updated_by_all_ranks_if_the_optimizer_can_and_layers_keep_their_place(pool, optimizer):
     """Rows of a head are updated after the layers, which the next forward needs first. What a step leaves out keeps
     its place among the gradients."""

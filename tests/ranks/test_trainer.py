@@ -14,7 +14,7 @@ from torch import distributed
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from models import batch_for
 from rank_trainer import trained, trained_and_growing, trained_with_loss, trained_with_other_lengths
-from tiers import more, nightly
+from tiers import more
 from training import measured, tiny_bert
 
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
@@ -43,7 +43,6 @@ def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        ("cmp bf16", 1),
         ("llama, whose batches have unequal numbers of tokens", 2),
         *more(*((case, steps) for case in (*CASES, "cmp bf16", "cmp fp16", "eager") for steps in (1, 2))),
     ],
@@ -53,7 +52,7 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path,
     Losses are logged as means of ranks, and as sums, which are rounded in another order."""
     others = {"cmp bf16": {"cmp": "bf16"}, "cmp fp16": {"cmp": "fp16"}, "eager": {"eps_update": "eager", **UNCLIPPED}}
     name, options = CASES.get(case, ("llama", others.get(case, {})))
-    options = {**DEFERRED, "l2l_merge_accumulation": "off", **options}
+    options = {**DEFERRED, "l2l_merge_accumulation": "off", "max_steps": 3, **options}
     alone = {**options, "gradient_accumulation_steps": 2 * steps}
     name = name.replace("dropout", "bert")
     expected = pool(1).run(trained, name, "l2l", str(tmp_path / "alone"), alone)[0]
@@ -68,11 +67,8 @@ def test_batches_that_ranks_accumulate(pool, tmp_path):
     """They are not merged, and a warning says so. DistributedDataParallel first adds those of a rank, and then the
     ranks; here all ranks are added in each: equal to rounding."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 2}
-    found, off = (
-        pool(2).run(trained, "llama", "l2l", str(tmp_path / merges), {**options, **DEFERRED, **asked})
-        for merges, asked in (("auto", {}), ("off", {"l2l_merge_accumulation": "off"}))
-    )
-    assert len({each["weights"] for each in (*found, *off)}) == 1
+    found = pool(2).run(trained, "llama", "l2l", str(tmp_path / "l2l"), {**options, **DEFERRED})
+    assert found[0]["weights"] == found[1]["weights"]
     assert all("gradients are added after each batch" in each["warned"] for each in found)
     plain = pool(2).run(trained, "llama", "hf", str(tmp_path / "hf"), options)
     for what in ("losses", "norms"):
@@ -82,7 +78,7 @@ def test_batches_that_ranks_accumulate(pool, tmp_path):
 @pytest.mark.parametrize("clips", [True, *more(False)])
 def test_a_loss_with_parameters_is_trained(pool, tmp_path, clips):
     """The norms are those of the model alone, as transformers has them; ranks update it, and the loss."""
-    options = {**DEFERRED, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1 if clips else 0.0}
+    options = {**DEFERRED, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1 if clips else 0.0, "max_steps": 2}
     alone = pool(1).run(trained_with_loss, str(tmp_path / "alone"), options)[0]
     options["gradient_accumulation_steps"] = 1
     found = pool(2).run(trained_with_loss, str(tmp_path / "ranks"), options)
@@ -95,37 +91,17 @@ def test_a_loss_with_parameters_is_trained(pool, tmp_path, clips):
     assert sum(shares) == total and min(shares) > 0
 
 
-@nightly
-@pytest.mark.parametrize("case", CASES)
-def test_three_ranks_are_equal_to_rounding(pool, tmp_path, case):
-    """gloo adds in another order than that of the ranks."""
-    name, options = CASES[case]
-    plain = pool(3).run(trained, name, "hf", str(tmp_path / "hf"), options)
-    found = pool(3).run(trained, name, "l2l", str(tmp_path / "l2l"), {**options, **DEFERRED})
-    assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
-    for what in ("losses", "norms"):
-        assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
-
-
 @pytest.mark.parametrize("options", [{"bf16": True}, *more({"cmp": "fp16"}, {"stash": "host", "ubatch_size": 2})])
 def test_other_modes_train(pool, tmp_path, options):
     """Each rank writes a trace, and one rank the times of all."""
     trace = tmp_path / "trace.json"
-    options = {**DEFERRED, "l2l_trace": str(trace), "l2l_log_times": True, **options}
+    options = {**DEFERRED, "l2l_trace": str(trace), "l2l_log_times": True, "max_steps": 2, **options}
     found = pool(2).run(trained, "bert", "l2l", str(tmp_path), options)
-    assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 4
+    assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 2
     assert trace.is_file() and (tmp_path / "trace.rank1.json").is_file()
     rows = measured(tmp_path)
     assert rows and all("l2l_tokens_per_s" in row for row in rows)
     assert len({row["step"] for row in rows}) == len(rows)
-
-
-def test_on_the_simulated_accelerator(pool, tmp_path):
-    """Each rank has its share of the devices: two of four, and one batch."""
-    options = {**DEFERRED, "per_device_train_batch_size": 2, "use_cpu": False, "max_steps": 2}
-    found = pool(2, sim=True).run(trained, "bert", "l2l", str(tmp_path / "sim"), options)
-    assert [each["devices"] for each in found] == [["sim:0", "sim:2"], ["sim:1", "sim:3"]]
-    assert found[0]["weights"] == found[1]["weights"] and found[0]["step"] == 2
 
 
 def begun(folder: str) -> list[float]:
@@ -162,7 +138,7 @@ EACH = {"l2l_noise_scale_every": "1"}
 
 
 @pytest.mark.parametrize(
-    ("name", "average"), [("bert", False), ("llama", True), *more(("bert", True), ("llama", False))]
+    ("name", "average"), [("llama", True), *more(("bert", False), ("bert", True), ("llama", False))]
 )
 def test_the_noise_scale_is_that_of_all_ranks(pool, tmp_path, name, average):
     """In one process that accumulates the batches of the ranks in turn, they weigh the same, if ranks divide by the

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_l2l.runtime.flat_memory import Layout, elements, is_dense
+from tiers import times
 
 DTYPES = (
     torch.float32,
@@ -47,6 +48,7 @@ def filled(layout: Layout, given: list[torch.Tensor]) -> torch.Tensor:
     return memory
 
 
+@settings(deadline=None, max_examples=times(30, 300))
 @given(st.lists(tensors(), max_size=6))
 def test_places_are_aligned_and_apart_and_nothing_is_wasted(given):
     layout = Layout(given)
@@ -59,7 +61,7 @@ def test_places_are_aligned_and_apart_and_nothing_is_wasted(given):
     assert end <= layout.num_bytes < end + ALIGNED
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=times(30, 300))
 @given(st.lists(tensors(), max_size=6))
 def test_every_view_is_like_its_tensor_and_keeps_what_is_written(given):
     layout = Layout(given)
@@ -71,6 +73,7 @@ def test_every_view_is_like_its_tensor_and_keeps_what_is_written(given):
         assert view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr() or not tensor.numel()
 
 
+@settings(deadline=None, max_examples=times(30, 300))
 @given(tensors())
 def test_dense_is_what_has_as_many_elements_as_places(tensor):
     reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -80,6 +83,7 @@ def test_dense_is_what_has_as_many_elements_as_places(tensor):
     assert is_dense(tensor) == (tensor.numel() == 0 or len(places) == tensor.numel() == reach)
 
 
+@settings(deadline=None, max_examples=times(30, 300))
 @given(tensors())
 def test_elements_are_those_of_the_memory_in_its_order(tensor):
     if not is_dense(tensor):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers import more
+from tiers import nightly
 from training import left_in
 
 SCRIPT = """
@@ -50,8 +50,9 @@ print("FOUND" + json.dumps([before, after]))
 """
 
 
+@nightly  # in the process of the tests: `tests/trainer/test_left_over.py`
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the counts are those of Linux")
-@pytest.mark.parametrize("workers", [1, *more(0, 2)])
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_trainings_leave_nothing_in_a_fresh_process(workers, tmp_path):
     root = Path(__file__).parents[2]
     found = subprocess.run(

@@ -30,19 +30,30 @@ def test_it_grows_after_steps_in_a_row_and_shrinks_where_one_is_skipped():
     assert not fixed.is_dynamic and not fixed.vote(finite=False) and (fixed.value, fixed.skipped) == (1.0, 1)
 
 
-def test_a_checkpoint_has_what_that_of_a_grad_scaler_has():
-    scale = LossScale(initial=16.0, interval=5)
-    for finite in (True, False, True, True):
-        scale.vote(finite=finite)
-    state = scale.state_dict()
-    assert torch.amp.GradScaler("cpu", init_scale=2.0).state_dict().keys() <= state.keys()
-    other, fixed = LossScale(interval=5), LossScale(initial=1.0, growth=1.0)
+def test_the_policy_is_that_of_torch_and_so_is_the_state():
+    """Which a run may be given that scales by a number of its own, or by nothing."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
+    ours = LossScale(8.0, 3.0, 0.25, 2)
+    p = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    for finite in (True, True, False, True, False, False, True, True, True, True, True):
+        theirs.scale(p.sum() * (1.0 if finite else float("inf"))).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert ours.vote(finite=finite) is finite and ours.value == theirs.get_scale()
+    state = ours.state_dict()
+    assert ours.skipped == 3
+    other, fixed = LossScale(8.0, 3.0, 0.25, 2), LossScale(1.0, growth=1.0, backoff=1.0)
     other.load_state_dict(state)
-    assert other.state_dict() == state and (other.value, other.steps, other.skipped) == (8.0, 2, 1)
-    fixed.load_state_dict(state)  # it may be given the state of an fp16 run
-    assert (fixed.value, fixed.skipped) == (1.0, 1)
-    other.load_state_dict({"scale": 4.0, "_growth_tracker": 3})
-    assert (other.value, other.steps, other.skipped) == (4.0, 3, 0)
+    assert other.state_dict() == state and (other.value, other.skipped) == (theirs.get_scale(), 3)
+    other.load_state_dict(theirs.state_dict())
+    assert (other.value, other.steps, other.skipped) == (theirs.get_scale(), ours.steps, 0)
+    other.vote(finite=False)
+    theirs.load_state_dict(other.state_dict())
+    assert theirs.get_scale() == other.value
+    fixed.load_state_dict(state)
+    assert (fixed.value, fixed.skipped, fixed.is_dynamic) == (1.0, 3, False)
 
 
 def test_a_step_that_may_not_be_made_is_one_that_no_patch_sees():

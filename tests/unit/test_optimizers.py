@@ -14,9 +14,10 @@ from torch import nn
 from hf_l2l import EngineFailedError, attach_l2l
 from models import VOCAB, Toy, batch_for, train_once
 from runs import assert_same_tensors, attach, config_for
+from tiers import more
 from training import tiny_bert
 
-MODES = ("serial", "deferred", "eager")
+MODES = ("deferred", *more("serial", "eager"))
 
 
 def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.Optimizer:
@@ -124,7 +125,7 @@ def test_an_optimizer_of_other_masters_stays_though_its_own_are_frozen(mode):
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred"])
+@pytest.mark.parametrize("mode", ["deferred", *more("serial")])
 def test_optimizers_of_the_same_masters_may_take_turns(mode):
     found = []
     for plain in (True, False):
@@ -177,7 +178,7 @@ def test_an_optimizer_that_cannot_be_split_steps_as_a_whole():
             eps.wrap(Whole(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred"])
+@pytest.mark.parametrize("mode", ["deferred", *more("serial")])
 def test_a_closure_runs_the_model_inside_the_step(mode):
     model, _, optimizer, batch = attach(make=sgd, eps_update=mode)
 

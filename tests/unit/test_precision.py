@@ -17,7 +17,6 @@ from torch import nn
 from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
-from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
 from models import batch_for, bert, gpt2, t5, vit
@@ -376,45 +375,6 @@ def test_a_parameter_that_was_frozen_then_must_be_fp32_to_train():
     model.classifier.weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"must be float32 with cmp \(got classifier.weight in 16 bits"):
         eps.wrap(torch.optim.AdamW(model.parameters()))
-
-
-# ---- the loss scale
-
-
-def test_the_policy_is_that_of_torch_and_so_is_the_state():
-    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
-    ours = LossScale(8.0, 3.0, 0.25, 2)
-    p = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    for finite in (True, True, False, True, False, False, True, True, True, True, True):
-        theirs.scale(p.sum() * (1.0 if finite else float("inf"))).backward()
-        theirs.step(optimizer)
-        theirs.update()
-        optimizer.zero_grad()
-        assert ours.vote(finite=finite) is finite
-        assert ours.value == theirs.get_scale()
-    assert ours.skipped == 3
-    ours = LossScale()
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.value == theirs.get_scale()
-    ours.vote(finite=False)
-    theirs.load_state_dict(ours.state_dict())
-    assert theirs.get_scale() == ours.value
-
-
-def test_a_state_of_another_run_does_not_scale_what_is_not_scaled():
-    fixed = LossScale(1.0, growth=1.0, backoff=1.0)
-    fixed.load_state_dict(LossScale(2.0**16).state_dict())
-    assert (fixed.value, fixed.is_dynamic) == (1.0, False)
-    assert not fixed.vote(finite=False)
-    assert fixed.value == 1.0
-
-
-def test_a_scale_never_becomes_nothing():
-    scale = LossScale()
-    for _ in range(2000):
-        scale.vote(finite=False)
-    assert scale.value > 0
 
 
 # ---- what has which dtype

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import os
-import signal
 import stat
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from hf_l2l.stash import spill
 from hf_l2l.stash.rooms import RoomPool
 from hf_l2l.stash.spill import PREFIX, SpillFile
 from models import Toy, attached, batch_for, train_once
+from rank_pool import forked_context
 from tiers import times
 
 
@@ -87,47 +87,44 @@ def test_an_engine_that_is_gone_leaves_no_file(tmp_path):
     assert files(tmp_path) == []
 
 
-_PROCESS = """
-import os, sys, torch
-from hf_l2l.stash.spill import SpillFile
-made = SpillFile(sys.argv[1], 1)
-kept = made.new_rooms(1, 4096)
-if os.fork() == 0:
-    sys.exit()
-os.wait()
-print("ready", flush=True)
-sys.stdin.readline()
-"""
+def keep_a_file(folder: Path, told: Connection) -> None:
+    """In a process of its own: have a spill file until it is told to end. One that it has forked has ended before."""
+    made = SpillFile(folder, 1)
+    kept = made.new_rooms(1, 4096)
+    if os.fork() == 0:
+        atexit._run_exitfuncs()  # as an interpreter does at its end, of which a forked process has none
+        os._exit(0)
+    os.wait()
+    told.send(len(kept))
+    told.recv()
+    atexit._run_exitfuncs()
 
 
 @contextmanager
-def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def another_process(folder: Path) -> Iterator[tuple[Any, Connection]]:
     """A process that has a spill file, until it is told to end."""
-    code = textwrap.dedent(_PROCESS)
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(spill.__file__).parents[2],
-    ) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "ready\n"
-            yield process
-        finally:
-            process.kill()
+    context = forked_context()
+    here, there = context.Pipe()
+    process = context.Process(target=keep_a_file, args=(folder, there))
+    process.start()
+    try:
+        assert here.poll(60) and here.recv() == 1
+        yield process, here
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_the_file_of_a_process_that_lives_stays_until_its_end(tmp_path):
     """Not only until the end of a process that it has forked."""
-    with another_process(tmp_path) as process:
+    with another_process(tmp_path) as (process, told):
         before = files(tmp_path)
         assert len(before) == 1
         SpillFile(tmp_path, 1).check()
         assert files(tmp_path) == before
-        process.communicate("\n")
-        assert process.returncode == 0 and files(tmp_path) == []
+        told.send("the end")
+        process.join(60)
+        assert process.exitcode == 0 and files(tmp_path) == []
 
 
 def test_the_file_of_a_crashed_process_is_removed_at_the_next_start(tmp_path, monkeypatch):
@@ -136,9 +133,8 @@ def test_the_file_of_a_crashed_process_is_removed_at_the_next_start(tmp_path, mo
     (tmp_path / f"{PREFIX}folder").mkdir()
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "other")
     others = files(tmp_path)
-    with another_process(tmp_path) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with another_process(tmp_path):
+        pass  # it is killed
     user, before = os.getuid(), files(tmp_path)
     assert len(before) == len(others) + 1
     with monkeypatch.context() as patch:

@@ -139,7 +139,7 @@ def test_arguments_are_loaded_in_a_process_that_has_not_made_the_class(tmp_path)
         f"import torch; args = torch.load({str(tmp_path / 'args.bin')!r}, weights_only=False); "
         "assert (type(args).__name__, args.ubatch_size) == ('L2LSeq2SeqTrainingArguments', 2)"
     )
-    pool = RankPool(1)  # whose process was forked when transformers was there, and nothing of the package
+    pool = RankPool(1)  # whose process has made no class
     pool.run(exec, code)
     pool.close()
 
