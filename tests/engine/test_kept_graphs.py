@@ -23,14 +23,11 @@ from models import (
     train_once,
 )
 from runs import assert_same_run, assert_same_tensors, attach, on_host, run_of, seed_all
-from tiers import more, nightly
+from tiers import more, nightly, on_a_device
 from training import settled_memory, tiny_bert
 
 PLAIN: dict[str, Any] = {"resident": "all", "kept_graphs": 3, "ubatch_size": None}
 """With a `Toy`."""
-
-
-NOT_ON_THE_HOST = pytest.mark.skipif(DEVICE == "cpu", reason="on the host layers compute one by one all the same")
 
 
 def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -102,7 +99,7 @@ def in_a_loop(*, plain: bool, steps: int = 2, accumulation: int = 1, **options: 
     return run
 
 
-@NOT_ON_THE_HOST
+@on_a_device
 @pytest.mark.parametrize("family", ["bert", "deberta_v2", "t5", *more(*FAMILIES)])
 def test_every_family_has_the_gradients_of_plain_torch_on_the_device(family):
     torch.manual_seed(0)
@@ -157,7 +154,7 @@ def operations(*, plain: bool) -> int:
     return sum(counted.found.values())
 
 
-@NOT_ON_THE_HOST
+@on_a_device
 def test_a_step_has_the_operations_of_plain_torch():
     """And a few more: inputs that go to the device, and the vote on the norm. Batches of several micro-batches, which
     run layer by layer, have many more."""
@@ -207,7 +204,7 @@ def test_clipping_between_backwards():
     assert norms[2:] == pytest.approx(norms[:2], rel=1e-5)
 
 
-@NOT_ON_THE_HOST
+@on_a_device
 def test_gradients_of_parameters_and_several_graphs():
     """What L2L cannot do with copies of the weights, plain torch can."""
     model, _, _, batch = attach(Toy(dropout=0.0), **PLAIN)

@@ -17,7 +17,7 @@ from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, deta
 from hf_l2l.logits.deferred import DeferredLogits
 from memory_switches import forced_copies
 from models import SMALL, TOLERANCE, VOCAB, attached, batch_for, gpt2, gradients, llama, relative_error, t5
-from tiers import combinations
+from tiers import combinations, on_the_host
 from training import arguments
 
 ROWS = 60
@@ -139,7 +139,7 @@ def test_few_tokens_and_shared_memory_leave_the_bits_of_plain_torch():
     torch.testing.assert_close(grads, expected, rtol=0, atol=0)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="it has memory of its own")
+@on_the_host
 def test_where_memory_is_shared_nothing_changes(monkeypatch):
     torch.manual_seed(0)
     model = llama()

@@ -18,6 +18,7 @@ from hf_l2l import EagerParamServer, L2LConfig, NonFiniteError, attach_l2l
 from hf_l2l.device.slots import GradientSlots
 from models import Block, Toy, batch_for
 from runs import config_for
+from tiers import on_a_device
 
 CLIP = 1e-3
 CMP = pytest.mark.parametrize("options", [{}, {"cmp": "bf16"}], ids=str)
@@ -179,9 +180,8 @@ class Keeping(Block):
         return super().forward(x)
 
 
+@on_a_device  # the weight is not the master itself
 def test_a_backward_through_a_weight_that_a_layer_kept_disturbs_no_other():
-    if DEVICE == "cpu":
-        pytest.skip("the weight is the master itself")
     model = Toy(2)
     model.blocks = nn.ModuleList(Keeping(8, 0.0, buffers=False) for _ in range(2))
     model, _, batch = under(model, layer_classes=("Keeping",))

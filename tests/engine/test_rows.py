@@ -16,6 +16,7 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.rows.host_rows import HostRows
 from memory_switches import forced_copies
 from models import FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
+from tiers import on_the_host
 
 ON_HOST = {"stash": "host", "boundary": "host", "device": DEVICE}
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -135,7 +136,7 @@ def test_what_is_not_cut_stays_on_the_device():
         assert not any(isinstance(state, HostRows) for state in hidden_states(model, batch_for(model)))
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="it has memory of its own")
+@on_the_host
 def test_where_memory_is_shared_nothing_changes(monkeypatch):
     monkeypatch.setattr("hf_l2l.runtime.stream.shares_host_memory", lambda device: True)
     model = bert(num_hidden_layers=3)

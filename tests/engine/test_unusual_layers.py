@@ -15,7 +15,7 @@ from torch import nn
 from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from models import TOLERANCE, assert_same_bits, attached, gradients, relative_error
-from tiers import more
+from tiers import more, on_the_host
 
 WIDTH, ROWS = 6, 7
 
@@ -104,7 +104,7 @@ def test_recurrent_modules_train_in_layers(kind, ubatch_size):
 
 
 # Torch says what it cannot trace, of which there is much in a hooked module.
-@pytest.mark.skipif(DEVICE == "sim", reason="torch.compile does not know the simulated accelerator")
+@on_the_host  # torch.compile does not know the simulated accelerator, and other devices may lack a compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["first", *more("head", "layers.1")])
 def test_a_compiled_module_trains(name):

@@ -12,8 +12,6 @@ from gpu_machine import DEVICE, module, program
 from hf_l2l import L2LConfig, attach_l2l
 from models import gradients, relative_error
 
-pytestmark = pytest.mark.gpu
-
 
 class Greedy(nn.Module):
     """A layer that takes, in the recompute of a large batch, more memory than any device has."""

@@ -1,4 +1,4 @@
-"""The device of the tests marked `gpu`: CUDA, or, in a rehearsal, the simulated accelerator.
+"""The device of `tests/gpu`: CUDA, or, in a rehearsal, the simulated accelerator.
 
 A rehearsal runs each test once, to find faults of the tests themselves before there is a GPU to run them on. What
 needs the time of a device, or CUDA alone, asks `IS_CUDA`.
@@ -40,11 +40,6 @@ def full(on_cuda: int, in_rehearsal: int) -> int:
 def small_bert(**options: Any) -> nn.Module:
     """A BERT whose weights are the same at every call."""
     return tiny_bert(layers=full(4, 2), **options)
-
-
-def is_there() -> bool:
-    """Whether this process has the device."""
-    return torch.cuda.is_available() if IS_CUDA else True
 
 
 def module() -> Any:
