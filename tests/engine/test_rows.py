@@ -15,7 +15,7 @@ from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.rows.host_rows import HostRows
 from memory_switches import forced_copies
-from models import FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
+from models import EXACT, FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
 from tiers import on_the_host
 
 ON_HOST = {"stash": "host", "boundary": "host", "device": DEVICE}
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_plain_model(family):
     expected = train_once(plain, batch)
     for _ in range(2):  # the first forward does not know which outputs the model computes with
         model.zero_grad()
-        assert train_once(model, batch).item() == pytest.approx(expected.item(), rel=1e-10)
+        assert train_once(model, batch).item() == pytest.approx(expected.item(), rel=EXACT)
         assert is_as_plain(model, plain)
 
 
@@ -79,7 +79,7 @@ def test_hidden_states_are_read_by_the_program():
         assert all(state.is_waiting for state in states if isinstance(state, HostRows))
         found = loss(model)
         found.backward()
-        assert found.item() == pytest.approx(expected.item(), rel=1e-10)
+        assert found.item() == pytest.approx(expected.item(), rel=EXACT)
         assert is_as_plain(model, plain)
 
 
