@@ -2,11 +2,12 @@
 
     python3 benchmarks/gpu.py [PART ...] [--out FOLDER] [--minutes 9.5] [--rehearse]
 
-It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest and pytest-timeout; no
-make, no datasets or evaluate, and no installed package. `PLAN` has the parts in the order of their worth, and the
-seconds that each is assumed to take on an H100 with 16 cores. A part for which no time is left is left out. Parts
-share a process as long as that lives: to import torch again takes longer than some of them. A part that fails, hangs,
-or ends its process costs its own rows only; another process goes on with the next part.
+It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest, pytest-timeout and, for
+a few of them, hypothesis; no make, no datasets or evaluate, and no installed package. `PLAN` has the parts in the
+order of their worth, and the seconds that each is assumed to take on an H100 with 16 cores. A part for which no time
+is left is left out. Parts share a process as long as that lives: to import torch again takes longer than some of
+them. A part that fails, hangs, or ends its process costs its own rows only; another process goes on with the next
+part.
 
 FOLDER gets five files: gpu.jsonl, row by row; gpu.md, the page to read; figures.json, what the machine reaches, as
 `hf-l2l estimate --figures` takes it; traces.zip, for ui.perfetto.dev; and log.txt. The last lines of the output say
@@ -63,12 +64,20 @@ SMOKE = (
     f"{_MIXED}::test_losses_and_masters_are_those_of_plain_torch",
 )
 """The tests without which no figure is worth much."""
-OF_CUDA = tuple(
-    f"tests/gpu/test_{name}.py" for name in ("engine", "overlap", "attention", "several", "faults", "sanitizer")
-)
+
+
+def _files(folder: str, names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
+
+
+OF_CUDA = _files("gpu", "engine overlap attention several faults sanitizer")
 """What only a GPU has, the most valuable first; the last two begin processes."""
-SUITE = ()
-"""Of the tests that any device runs, the most valuable first, and of those the quick ones."""
+SUITE = (
+    *_files("engine", "parity mixed_precision"),
+    *_files("trainer", "trainer cmp"),
+    *_files("engine", "stash gradients nonfinite residency updates placements"),
+)
+"""Of the tests that any device runs, the most valuable first; the last two need hypothesis."""
 
 
 class Case(NamedTuple):

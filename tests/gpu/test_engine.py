@@ -146,10 +146,11 @@ def test_loaders_that_fork_and_pin_change_nothing(tmp_path):
     """Their workers are forked beside page-locked masters, threads of updates, and a device that is in use. The
     simulated accelerator cannot have loaders pin memory."""
     same: dict[str, Any] = {"ubatch_size": 3, "max_steps": 8 if IS_CUDA else 2}
-    models = [small_bert() for _ in range(2)]
     forking = {"dataloader_num_workers": 2, "dataloader_pin_memory": IS_CUDA}
-    made = [l2l_trainer(tmp_path / str(n), model=m, **same, **(forking if n else {})) for n, m in enumerate(models)]
-    for each in made:
-        each.train()
-    assert made[0].args.device.type == DEVICE.type
-    assert_same_run(made[1], made[0])
+    runs = []
+    for options in ({}, forking):
+        made = l2l_trainer(tmp_path / f"{len(runs)}", model=small_bert(), **same, **options)
+        made.train()
+        assert made.args.device.type == DEVICE.type
+        runs.append(made)
+    assert_same_run(runs[1], runs[0])
