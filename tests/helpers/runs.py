@@ -73,7 +73,8 @@ def assert_same_run(found: Run | hf.Trainer, expected: Run | hf.Trainer) -> None
 
 
 def assert_run_of_plain(found: Run, expected: Run) -> None:
-    """All bits are equal; on CUDA, which adds and updates with other roundings than the host, values are close."""
+    """All bits are equal; on CUDA, which rounds in other places than the host that `expected` was computed or updated
+    on, values are close."""
     if DEVICE != "cuda":
         assert_same_run(found, expected)
         return

@@ -21,7 +21,7 @@ def nightly(test: T) -> T:
     return pytest.mark.nightly(test)
 
 
-ONLY = {"on_the_host": ("cpu",), "on_a_device": ("sim", "cuda"), "on_sim": ("sim",)}
+ONLY = {"on_the_host": ("cpu",), "on_a_device": ("sim", "cuda"), "on_sim": ("sim",), "not_on_cuda": ("cpu", "sim")}
 """Marks of tests that are collected for some devices alone."""
 
 
@@ -38,6 +38,11 @@ def on_a_device(test: T) -> T:
 def on_sim(test: T) -> T:
     """Decorates a test of what the simulated accelerator alone can tell: exact bytes, a wait that is missing."""
     return pytest.mark.on_sim(test)
+
+
+def not_on_cuda(test: T) -> T:
+    """Decorates a test of bits that the host's arithmetic alone has, which is that of the simulated accelerator."""
+    return pytest.mark.not_on_cuda(test)
 
 
 def cpu_suffices(test: T) -> T:

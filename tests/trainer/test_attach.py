@@ -295,8 +295,8 @@ def test_parts_of_a_model_can_be_called_from_outside(device):
     hidden.grad = None
     attach_l2l(model, L2LConfig(ubatch_size=4))
     layer(hidden.to(device)).sum().backward()
-    assert relative_error(gradients(layer), expected) < 1e-6
-    assert torch.allclose(hidden.grad, input_gradient)
+    assert relative_error(gradients(layer), expected) < 1e-5
+    assert torch.allclose(hidden.grad, input_gradient, atol=1e-6)
     assert torch.allclose(model.bert(batch["input_ids"]).last_hidden_state.cpu(), states, atol=1e-6)
 
 

@@ -34,6 +34,7 @@ def test_all_of_them_run_where_one_device_has_the_folder_and_with_all():
         ("on_the_host", ("cpu",)),
         ("on_a_device", ("sim", "cuda")),
         ("on_sim", ("sim",)),
+        ("not_on_cuda", ("cpu", "sim")),
     ],
 )
 def test_a_mark_decides_for_all_cases_of_a_test(mark, devices):
