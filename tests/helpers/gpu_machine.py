@@ -20,12 +20,9 @@ import torch
 from torch import nn
 
 import devices
-from hf_l2l.testing import enable_simulated_accelerator
 from training import tiny_bert
 
 IS_CUDA = devices.DEVICE == "cuda"
-if not IS_CUDA:
-    enable_simulated_accelerator("64GiB")  # with a capacity, which a test exceeds
 DEVICE = torch.device("cuda" if IS_CUDA else "sim", 0)
 MIB = 2**20
 
