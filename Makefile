@@ -76,7 +76,7 @@ test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transf
 	L2L_TESTS=$(TESTS) L2L_TEST_DEVICE=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile tests/clients
 	L2L_TESTS=$(TESTS) $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile tests/clients
 
-test-gpu:  ## Run the tests that need a CUDA device, in the Python that has one (PYTHON=...).
+test-gpu:  ## Run the tests of CUDA, the engine and the Trainer on a CUDA device, in the Python that has one (PYTHON=...).
 	PYTHONPATH=. L2L_TEST_DEVICE=cuda HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 		$(PYTHON) -m pytest -q tests/gpu tests/engine tests/trainer
 

@@ -2,11 +2,12 @@
 
     python3 benchmarks/gpu.py [PART ...] [--out FOLDER] [--minutes 9.5] [--rehearse]
 
-It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest and pytest-timeout; no
-make, no datasets or evaluate, and no installed package. `PLAN` has the parts in the order of their worth, and the
-seconds that each is assumed to take on an H100 with 16 cores. A part for which no time is left is left out. Parts
-share a process as long as that lives: to import torch again takes longer than some of them. A part that fails, hangs,
-or ends its process costs its own rows only; another process goes on with the next part.
+It needs torch for the device, transformers, accelerate and psutil, and for the tests pytest, pytest-timeout and, for
+a few of them, hypothesis; no make, no datasets or evaluate, and no installed package. `PLAN` has the parts in the
+order of their worth, and the seconds that each is assumed to take on an H100 with 16 cores. A part for which no time
+is left is left out. Parts share a process as long as that lives: to import torch again takes longer than some of
+them. A part that fails, hangs, or ends its process costs its own rows only; another process goes on with the next
+part.
 
 FOLDER gets five files: gpu.jsonl, row by row; gpu.md, the page to read; figures.json, what the machine reaches, as
 `hf-l2l estimate --figures` takes it; traces.zip, for ui.perfetto.dev; and log.txt. The last lines of the output say
@@ -49,24 +50,34 @@ MOST_PROCESSES = 12
 MINUTES = 9.5
 """After which all of a call has ended."""
 
-TESTS = "tests/gpu"
-_ENGINE, _OVERLAP = f"{TESTS}/test_engine.py", f"{TESTS}/test_overlap.py"
+_PARITY, _MIXED = "tests/engine/test_parity.py", "tests/engine/test_mixed_precision.py"
+_ENGINE, _OVERLAP = "tests/gpu/test_engine.py", "tests/gpu/test_overlap.py"
 SMOKE = (
-    *(
-        f"{_ENGINE}::test_gradients_are_those_of_the_plain_model[{family}-{options}]"
-        for family in ("bert", "llama")
-        for options in ("{}", "{'ubatch_size': 3, 'stash': 'host'}")
-    ),
+    f"{_PARITY}::test_ubatches_give_the_gradients_of_the_whole_batch",
+    f"{_PARITY}::test_what_travels_ahead_changes_no_bit",
     f"{_OVERLAP}::test_uploads_run_beside_the_computation[True]",
     f"{_OVERLAP}::test_the_host_runs_ahead_of_the_device",
     f"{_OVERLAP}::test_no_layer_call_of_a_steady_step_waits_for_the_device[{{}}]",
     f"{_OVERLAP}::test_no_layer_call_of_a_steady_step_waits_for_the_device[{{'cmp': 'bf16'}}]",
     f"{_ENGINE}::test_masters_and_gradients_are_page_locked",
     f"{_ENGINE}::test_a_refused_registration_is_forgotten",
-    f"{_ENGINE}::test_overlap_changes_no_bit[device]",
-    f"{_ENGINE}::test_when_weights_are_updated_changes_no_bit_in_16_bits[bf16-deferred-0.1]",
+    f"{_MIXED}::test_losses_and_masters_are_those_of_plain_torch",
 )
 """The tests without which no figure is worth much."""
+
+
+def _files(folder: str, names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
+
+
+OF_CUDA = _files("gpu", "engine overlap attention several faults sanitizer")
+"""What only a GPU has, the most valuable first; the last two begin processes."""
+SUITE = (
+    *_files("engine", "parity mixed_precision"),
+    *_files("trainer", "trainer cmp"),
+    *_files("engine", "stash gradients nonfinite residency updates placements"),
+)
+"""Of the tests that any device runs, the most valuable first; the last two need hypothesis."""
 
 
 class Case(NamedTuple):
@@ -107,8 +118,9 @@ PLAN = {
     "8b": Part(115, Case("llama-8b", "shell", (32768, 16384), warmup=1, steps=2), is_alone=True),
     "1b-fsdp2": Part(30, Case("llama-1b", "fsdp2", (32768,), warmup=1, steps=3)),
     "1b-tokens": Part(40, Case("llama-1b", "cmp", (8192, 65536))),
+    "tests": Part(65, tests=OF_CUDA),
     # All of them take longer: those for which there is no time have no row.
-    "tests": Part(125, tests=(TESTS,)),
+    "suite": Part(60, tests=SUITE),
 }
 """Name -> part, what is worth most first; all after the first four are optional."""
 
@@ -252,7 +264,7 @@ class Call:
     def needed_s(self, name: str) -> float:
         """The least time that a part is begun with."""
         part = PLAN[name]
-        seconds = min(part.seconds, 20.0) if TESTS in part.tests else part.seconds
+        seconds = min(part.seconds, 20.0) if part.tests else part.seconds
         return seconds + (START_S if self.needs_process(name) else 0.0)
 
     def needs_process(self, name: str) -> bool:
@@ -277,8 +289,8 @@ class Call:
         return how
 
     def limit_s(self, name: str) -> float:
-        """The most seconds for a part, whatever number of processes it takes."""
-        is_open = self.options.rehearse or TESTS in PLAN[name].tests
+        """The most seconds for a part, whatever number of processes it takes; the last one has what is left."""
+        is_open = self.options.rehearse or name == list(PLAN)[-1]
         return float("inf") if is_open else 2 * PLAN[name].seconds + 20
 
     def started(self, name: str) -> str | None:

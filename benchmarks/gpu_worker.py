@@ -32,10 +32,6 @@ from hf_l2l.devices import execution_device
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.runtime import stream
 
-TEST_LIMIT_S = 60
-"""Of one test. The process is ended after it: a kernel that does not end cannot be interrupted."""
-DEVICE_FAILED = 70
-"""The status of pytest after an error of the device, which then refuses everything."""
 FEWER_TOKENS = 256
 """By which the tokens of a rehearsal are divided."""
 
@@ -58,7 +54,11 @@ class Parts:
             return "ended" if accepted else gpu.REFUSED
         if part.case is not None:
             return self.case(part.case, left_s)
-        return self.tests(part.tests) if part.tests else self.profile()
+        if part.tests:
+            from benchmarks import gpu_tests  # which needs pytest
+
+            return gpu_tests.run(part.tests, self.rows, self.tiny)
+        return self.profile()
 
     def probed(self, name: str, **values: Any) -> None:
         """A row of the probe."""
@@ -81,20 +81,6 @@ class Parts:
         for row in throughput.measured(case.model, case.mode, tokens, options, left_s, figures):
             gpu_rows.append(self.rows, "case", **row)
         return "ended"
-
-    def tests(self, names: tuple[str, ...]) -> str:
-        """Run the tests that have no row yet."""
-        import pytest
-
-        os.environ |= {"HF_L2L_GPU_TEST_ROWS": str(self.rows), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        words = f"-q -m gpu -p pytest_timeout --timeout {TEST_LIMIT_S} --timeout-method thread".split()
-        # Modules of the first call are there in the second one.
-        threads = torch.get_num_threads()
-        status = int(pytest.main([*words, "-W", "ignore::pytest.PytestAssertRewriteWarning", *names]))
-        torch.set_num_threads(threads)  # tests have one
-        if status == DEVICE_FAILED:
-            os._exit(DEVICE_FAILED)
-        return "ended" if status in (0, 1, 5) else f"failed: pytest ended with status {status}"
 
     def profile(self) -> str:
         """Forward and backward of two layers of Llama-3.2-1B's width under torch's profiler: whether the thread that
@@ -189,7 +175,7 @@ def main() -> None:
             parts.forget()
         except RuntimeError:  # the device has failed, and would refuse everything else in this process
             traceback.print_exc()
-            os._exit(DEVICE_FAILED)
+            os._exit(1)
         print(f"{gpu.ANSWER}{how}", file=answers, flush=True)
 
 

@@ -56,6 +56,23 @@ def device() -> str:
     return DEVICE
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _exact() -> Iterator[None]:
+    """CUDA's kernels sum in a fixed order, and compute in full precision."""
+    if DEVICE != "cuda":
+        yield
+        return
+    kinds: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    before = [kind.fp32_precision for kind in kinds]
+    torch.use_deterministic_algorithms(True)
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
+    yield
+    torch.use_deterministic_algorithms(False)
+    for kind, precision in zip(kinds, before, strict=True):
+        kind.fp32_precision = precision
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_of_other_modules() -> Iterator[None]:
     """What is there before the first test of a module is not looked at again and again: every training of the Trainer
@@ -142,6 +159,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("L2L_TEST_DEVICE=cuda needs a CUDA device, and torch finds none")
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import settings
 

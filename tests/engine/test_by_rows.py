@@ -24,6 +24,7 @@ from hf_l2l.rows.row_modules import input_embeddings
 from hf_l2l.rows.weight_sums import WeightSums
 from memory_switches import forced_copies
 from models import (
+    EXACT,
     ROWS,
     SMALL,
     TOLERANCE,
@@ -212,8 +213,8 @@ def test_a_loss_in_float64(name, options, monkeypatch):
             model.zero_grad()
             found = loss(model)
             found.backward()
-            assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-            assert relative_error(gradients(model), gradients(plain)) < 1e-12
+            assert found.item() == pytest.approx(expected.item(), rel=EXACT)
+            assert relative_error(gradients(model), gradients(plain)) < EXACT
     assert kinds.made_real == []
 
 
@@ -278,7 +279,7 @@ def test_evaluation_is_that_of_the_plain_model(name):
     with torch.no_grad(), forced_copies():
         expected = plain(**batch).logits
         attach_l2l(model, L2LConfig(**ON_HOST))
-        torch.testing.assert_close(model(**batch).logits.cpu(), expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(model(**batch).logits.cpu(), expected, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2, which adds positions", "t5, without dropout"])
@@ -525,7 +526,7 @@ def test_embeddings_that_the_program_computes():
         else:
             each(inputs_embeds=inputs, labels=ids).loss.backward()
         grads.append(inputs.grad)
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(grads[1], grads[0], rtol=EXACT, atol=EXACT)
 
 
 def test_dropout_has_the_same_mask_in_the_recompute():

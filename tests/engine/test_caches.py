@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 from devices import DEVICE
-from models import ROWS, TOLERANCE, attached, batch_for, gpt2, gradients, llama, relative_error, t5
+from models import EXACT, ROWS, TOLERANCE, attached, batch_for, gpt2, gradients, llama, relative_error, t5
 from tiers import more
 
 PREFIX = 3
@@ -45,7 +45,7 @@ def test_a_prefix_trains(make, ubatch_size):
     attached(model, device=DEVICE, ubatch_size=ubatch_size)
     found = model(**batch).loss
     found.backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert found.item() == pytest.approx(expected.item(), rel=EXACT)
     assert model.prefix.grad.abs().max() > 0
     assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
 
@@ -77,7 +77,7 @@ def test_a_cache_of_an_earlier_call_is_read_and_not_changed():
     expected, _ = loss(plain)
     with pytest.warns(UserWarning, match="adds nothing to a key-value cache in a forward that trains .*GPT2LMHead"):
         found, cache = loss(attached(model, device=DEVICE, ubatch_size=2))
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert found.item() == pytest.approx(expected.item(), rel=EXACT)
     assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
     assert cache.get_seq_length() == ids.shape[1]
 

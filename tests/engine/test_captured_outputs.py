@@ -12,7 +12,7 @@ import transformers as hf
 from torch import nn
 
 from devices import DEVICE
-from models import SMALL, TOLERANCE, attached, batch_for, bert, gradients, llama, relative_error
+from models import EXACT, SMALL, TOLERANCE, attached, batch_for, bert, gradients, llama, relative_error
 from tiers import more
 
 FLOAT64 = torch.float64
@@ -88,8 +88,8 @@ def test_attentions_and_hidden_states_are_returned_and_a_loss_may_be_made_of_the
 
     expected, found, error = both(model, loss_of, ubatch_size, output_attentions=True, output_hidden_states=True)
     assert error <= TOLERANCE[FLOAT64]
-    assert_close(found.attentions, expected.attentions, 2, 1e-12)
-    assert_close(found.hidden_states, expected.hidden_states, 3, 1e-12)
+    assert_close(found.attentions, expected.attentions, 2, EXACT)
+    assert_close(found.hidden_states, expected.hidden_states, 3, EXACT)
 
 
 def test_a_model_is_asked_for_more_and_then_for_less():
@@ -106,4 +106,4 @@ def test_a_model_is_asked_for_more_and_then_for_less():
         assert relative_error(gradients(model), gradients(plain)) <= TOLERANCE[FLOAT64]
     with torch.no_grad():
         found, expected = (m.eval()(**batch, output_attentions=True).attentions for m in (model, plain))
-    assert_close(found, expected, 2, 1e-12)
+    assert_close(found, expected, 2, EXACT)

@@ -16,7 +16,18 @@ from hf_l2l.eps.masters import Masters
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.runtime.stream import HOST
 from memory_switches import forced_copies
-from models import assert_same_bits, attached, batch_for, bert, gradients, reference, train_once
+from models import (
+    EXACT,
+    assert_bits_of_plain,
+    assert_same_bits,
+    attached,
+    batch_for,
+    bert,
+    gradients,
+    has_bits_of_plain,
+    reference,
+    train_once,
+)
 from tiers import more
 
 
@@ -90,7 +101,7 @@ def test_a_weight_that_is_set_to_itself_changes_no_other():
     with forced_copies():
         attach_l2l(model, L2LConfig(layer_classes=("SetsItself",)))
         model(x).sum().backward()
-    assert_same_bits(gradients(model), gradients(plain))
+    assert_bits_of_plain(gradients(model), gradients(plain))
 
 
 def test_tied_parameters_share_one_leaf(copies):
@@ -215,15 +226,15 @@ def test_running_statistics_move_once_per_forward(copies):
         torch.manual_seed(1)
         for _ in range(2):
             model(torch.randn(6, 3)).backward()
-    assert_same_bits(gradients(ours), gradients(plain))
+    assert_bits_of_plain(gradients(ours), gradients(plain))
     for name, buffer in plain.named_buffers():
-        assert torch.equal(buffers[name], buffer), name
+        assert has_bits_of_plain(buffers[name], buffer), name
         assert dict(ours.named_buffers())[name] is buffers[name], name
     assert ours.blocks[1].norm.num_batches_tracked.item() == 2
     plain.eval(), ours.eval()
     x = torch.randn(6, 3)
     with torch.no_grad():
-        assert torch.equal(ours(x), plain(x))
+        assert has_bits_of_plain(ours(x), plain(x))
 
 
 @pytest.mark.parametrize("options", [{"ubatch_size": 3, "stash": "host"}, *more({})], ids=str)
@@ -237,7 +248,7 @@ def test_training_after_evaluation_in_inference_mode(options, copies):
         evaluated = model(**batch).logits
     train_once(model, batch)
     for name, gradient in gradients(model).items():
-        assert torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-14), name
+        assert torch.allclose(gradient, expected[name], rtol=EXACT, atol=EXACT), name
     model.eval()
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, evaluated)
@@ -282,6 +293,6 @@ def test_a_weight_is_parametrized_while_its_layer_runs(copies):
     for _ in range(2):
         blocks.zero_grad()
         blocks(x).sum().backward()
-        assert_same_bits(gradients(blocks), gradients(plain))
+        assert_bits_of_plain(gradients(blocks), gradients(plain))
         assert all(isinstance(wrapper._modules["base"].weight, nn.Parameter) for wrapper in blocks)
         assert all("weight" not in vars(wrapper.base) for wrapper in blocks)

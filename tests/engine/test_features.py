@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from devices import DEVICE
 from hf_l2l.runtime import stream, wait_reasons
 from impure_layers import ROWS, WIDTH, Block, assert_trained_alike, attach, batch, made, trained
 from memory_switches import land_the_rest
-from tiers import more
+from tiers import more, on_sim
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -475,7 +474,7 @@ def copying_in_the_background(net: Any) -> Taken:
     return lambda: [features.pop() for _ in range(3)]
 
 
-@pytest.mark.skipif(DEVICE != "sim", reason="a wait that is missing shows on the simulated accelerator alone")
+@on_sim
 def test_copies_that_a_hook_has_begun_are_waited_for(monkeypatch):
     assert_same_features(copying_in_the_background, {"ubatch_size": 2})
     wait, found = stream.wait, set()

@@ -13,9 +13,9 @@ from torch import nn
 from devices import DEVICE
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
 from memory_switches import forced_copies
-from models import Toy, assert_same_bits, batch_for, gradients, train_once
+from models import Toy, assert_bits_of_plain, assert_same_bits, batch_for, gradients, train_once
 from runs import assert_same_run, assert_same_tensors, attach, config_for, run_of
-from tiers import combinations
+from tiers import combinations, on_a_device, on_the_host
 
 
 @pytest.fixture(params=["views", "copies"] if DEVICE == "cpu" else ["copies"])
@@ -122,7 +122,7 @@ def test_several_calls_of_a_layer_and_several_backwards_sum_as_in_plain_torch(la
     for each in (model, plain):
         each.zero_grad()
         each(**batch_for(each, masked=False, rows=2)).loss.backward()
-    assert_same_bits(gradients(model), gradients(plain))
+    assert_bits_of_plain(gradients(model), gradients(plain))
 
 
 def test_layers_that_share_a_weight_sum_as_in_plain_torch():
@@ -220,7 +220,7 @@ class Sparse(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.skipif(DEVICE == "sim", reason="it makes no sparse tensors")
+@on_the_host  # the simulated accelerator makes no sparse tensors
 @pytest.mark.parametrize("mode", ["serial", "eager"])
 def test_sparse_gradients_are_trained_with_as_in_plain_torch(mode, copies):
     def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -315,10 +315,9 @@ def test_norms_contain_what_a_loss_makes_of_the_masters_themselves(mode, togethe
         optimizer.step()
 
 
+@on_a_device
 def test_an_eager_update_leaves_a_gradient_that_autograd_put_there_to_the_step(monkeypatch):
     """It comes while the sum of the layers is on its way."""
-    if DEVICE == "cpu":
-        pytest.skip("no sums are on their way")
     runs = []
     for mode in ("serial", "eager"):
         model, eps, optimizer, batch = attach(eps_update=mode)

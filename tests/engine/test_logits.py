@@ -16,8 +16,22 @@ from devices import DEVICE
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from hf_l2l.logits.deferred import DeferredLogits
 from memory_switches import forced_copies
-from models import SMALL, TOLERANCE, VOCAB, attached, batch_for, gpt2, gradients, llama, relative_error, t5
-from tiers import combinations
+from models import (
+    EXACT,
+    SMALL,
+    TOLERANCE,
+    VOCAB,
+    assert_bits_of_plain,
+    attached,
+    batch_for,
+    gpt2,
+    gradients,
+    has_bits_of_plain,
+    llama,
+    relative_error,
+    t5,
+)
+from tiers import combinations, on_the_host
 from training import arguments
 
 ROWS = 60
@@ -91,7 +105,7 @@ def test_a_loss_in_chunks(name, caplog):
     assert found.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
     assert relative_error(grads, expected) < TOLERANCE[torch.float32]
     logits = found.logits.cpu()  # afterwards, for whoever asks
-    torch.testing.assert_close(logits, plain.logits, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(logits, plain.logits, rtol=EXACT, atol=EXACT)
 
 
 def test_logits_of_the_program_are_part_of_the_graph():
@@ -107,7 +121,7 @@ def test_logits_of_the_program_are_part_of_the_graph():
         return value.detach()
 
     plain = copy.deepcopy(model)
-    assert loss(on_device(model)).item() == pytest.approx(loss(plain).item(), rel=1e-12)
+    assert loss(on_device(model)).item() == pytest.approx(loss(plain).item(), rel=EXACT)
     assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
 
 
@@ -135,11 +149,11 @@ def test_few_tokens_and_shared_memory_leave_the_bits_of_plain_torch():
     batch = batch_for(model)
     plain, expected = run(copy.deepcopy(model), batch)
     found, grads = run(on_device(model), batch)
-    assert not isinstance(found.logits, DeferredLogits) and torch.equal(found.loss.cpu(), plain.loss)
-    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+    assert not isinstance(found.logits, DeferredLogits) and has_bits_of_plain(found.loss, plain.loss)
+    assert_bits_of_plain(grads, expected)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="it has memory of its own")
+@on_the_host
 def test_where_memory_is_shared_nothing_changes(monkeypatch):
     torch.manual_seed(0)
     model = llama()

@@ -52,7 +52,7 @@ def streamed(mode: str, precision: str) -> Run:
 def test_they_train_as_streamed_ones(placement, mode, precision):
     where, same = PLACEMENTS[placement], {"optimizer": UPDATED_BY[mode], "eps_update": mode, "accumulation": 2}
     found, expected = train(**same, **PRECISIONS[precision], **where.options), streamed(mode, precision)
-    if where.is_exact:
+    if where.has_same_bits:
         assert_same_run(found, expected)
     else:
         assert_close_tensors(found.weights, expected.weights, 1e-4 if precision == "fp32" else 2e-2)
@@ -74,7 +74,7 @@ def told_by_streamed(scenario: str, precision: str) -> dict[str, Any]:
 )
 def test_every_program_finds_the_same(placement, scenario, precision):
     found = told_by(scenario, **PLACEMENTS[placement].options, **PRECISIONS[precision])
-    if PLACEMENTS[placement].is_exact:
+    if PLACEMENTS[placement].has_same_bits:
         assert_same_tensors(found, told_by_streamed(scenario, precision))
     else:
         assert_close_tensors(found, told_by_streamed(scenario, precision), 1e-5 if precision == "fp32" else 2e-2)
@@ -152,7 +152,11 @@ def test_any_plan_trains_as_streamed(plan, program):
         program = {**program, "host_copies": "kept"}
     if plan["resident"] == "none" and not plan["resident_layers"]:
         plan = {**plan, "resident_update": "device"}
-    assert_same_run(train(**program, **plan), train(**program))
+    found, expected = train(**program, **plan), train(**program)
+    if DEVICE == "cuda" and plan["resident_update"] == "device":  # which rounds in another way than the host
+        assert_close_tensors(found.weights, expected.weights, 2e-2 if program["cmp"] else 1e-4)
+    else:
+        assert_same_run(found, expected)
 
 
 # ---- the objects

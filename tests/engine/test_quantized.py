@@ -15,11 +15,9 @@ from hf_l2l.runtime.tensors import parts_of
 from hf_l2l.testing import Costs, page_lock_limit, page_locked_bytes, virtual_clock
 from memory_switches import forced_copies
 from models import assert_same_bits, attached, batch_for, gradients, llama, relative_error, train_once
-from tiers import more
+from tiers import more, on_sim
 from toy_quantized import ToyInt8, quantize_linears
 from training import tiny_bert
-
-ON_SIM = pytest.mark.skipif(DEVICE != "sim", reason="counts what the simulated accelerator copies and page-locks")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,7 @@ def test_the_detached_model_and_its_copies_are_as_before():
         assert list(each.state_dict()) == list(before.state_dict())
 
 
-@ON_SIM
+@on_sim
 @pytest.mark.parametrize("cmp", [None, *more("bf16")])
 def test_packed_bytes_are_uploaded_and_gradients_of_trained_weights_downloaded(cmp):
     layers = 4
@@ -123,7 +121,7 @@ def test_packed_bytes_are_uploaded_and_gradients_of_trained_weights_downloaded(c
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
-@ON_SIM
+@on_sim
 @pytest.mark.parametrize("cmp", [None, "bf16"])
 def test_parts_are_page_locked_as_long_as_the_model_is_attached(cmp):
     model = quantize_linears(tiny_bert(dropout=0.0, layers=2))
@@ -140,7 +138,7 @@ def test_parts_are_page_locked_as_long_as_the_model_is_attached(cmp):
     train_once(model, batch_for(model))
 
 
-@ON_SIM
+@on_sim
 @pytest.mark.filterwarnings("ignore:.*could be page-locked")
 def test_parts_that_are_not_page_locked_are_uploaded_one_by_one():
     plain = quantize_linears(tiny_bert(dropout=0.0, layers=2))

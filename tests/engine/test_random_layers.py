@@ -19,6 +19,7 @@ from hf_l2l.runtime import compute_state
 from models import TOLERANCE, Gradients, assert_same_bits, batch_for, gradients, relative_error
 from models import attached as attached_to
 from runs import on_host
+from tiers import on_sim
 from training import settled_memory, tiny_bert
 
 WIDTH = 8
@@ -337,7 +338,7 @@ def forward_bytes(**options: Any) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="counts device memory")
+@on_sim
 def test_grad_mode_takes_no_device_memory(monkeypatch):
     options = {"stash": "host", "cmp": "bf16"}
     found = forward_bytes(**options)

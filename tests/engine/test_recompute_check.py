@@ -18,7 +18,7 @@ from hf_l2l.model.layer_state import LayerState
 from hf_l2l.testing import enable_simulated_accelerator
 from impure_layers import CHANGING, DRAWING, Block, Drops, attach, batch, made
 from models import batch_for, bert, llama, t5
-from tiers import more
+from tiers import more, on_a_device, on_sim
 from training import settled_memory
 
 PATTERN = "the recompute of a layer must give the outputs of its forward"
@@ -165,7 +165,7 @@ def _two_devices() -> Iterator[None]:
     enable_simulated_accelerator()
 
 
-@pytest.mark.skipif(DEVICE != "sim", reason="needs two devices")
+@on_sim
 @pytest.mark.filterwarnings("ignore:ubatch_size=2 has no effect")
 @pytest.mark.usefixtures("_two_devices")
 def test_a_difference_is_found_on_each_of_several_devices():
@@ -186,10 +186,10 @@ def test_real_layers_pass_with_dropout_and_keep_a_few_bytes(family, options, dev
                 module.p = 0.1
         attach_l2l(model, L2LConfig(device=device, check_recompute=check, **options))
         loss = model(**batch_for(model)).loss
-        kept[check] = 0 if device == "cpu" else settled_memory()
+        kept[check] = settled_memory() if device == "sim" else 0
         loss.backward()  # which raises what was found
         del loss, model
-    if device != "cpu":  # two numbers for each output of four layers, of at most three micro-batches
+    if device == "sim":  # two numbers for each output of four layers, of at most three micro-batches
         assert 0 < kept["raise"] - kept["off"] <= 4 * 2 * 3 * 2 * 4
 
 
@@ -229,7 +229,7 @@ def test_an_embedding_by_rows_is_computed_again_as_in_the_forward():
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the host keeps the graph of an embedding")
+@on_a_device  # the host keeps the graph of an embedding
 def test_an_embedding_by_rows_that_is_computed_otherwise_is_found_by_the_step():
     model, embedding = with_scaled_embedding()
     eps = attach_l2l(model, L2LConfig(**BY_ROWS))

@@ -15,7 +15,8 @@ from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.rows.host_rows import HostRows
 from memory_switches import forced_copies
-from models import FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
+from models import EXACT, FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
+from tiers import on_the_host
 
 ON_HOST = {"stash": "host", "boundary": "host", "device": DEVICE}
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -52,7 +53,7 @@ def test_gradients_are_those_of_the_plain_model(family):
     expected = train_once(plain, batch)
     for _ in range(2):  # the first forward does not know which outputs the model computes with
         model.zero_grad()
-        assert train_once(model, batch).item() == pytest.approx(expected.item(), rel=1e-10)
+        assert train_once(model, batch).item() == pytest.approx(expected.item(), rel=EXACT)
         assert is_as_plain(model, plain)
 
 
@@ -78,7 +79,7 @@ def test_hidden_states_are_read_by_the_program():
         assert all(state.is_waiting for state in states if isinstance(state, HostRows))
         found = loss(model)
         found.backward()
-        assert found.item() == pytest.approx(expected.item(), rel=1e-10)
+        assert found.item() == pytest.approx(expected.item(), rel=EXACT)
         assert is_as_plain(model, plain)
 
 
@@ -135,7 +136,7 @@ def test_what_is_not_cut_stays_on_the_device():
         assert not any(isinstance(state, HostRows) for state in hidden_states(model, batch_for(model)))
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="it has memory of its own")
+@on_the_host
 def test_where_memory_is_shared_nothing_changes(monkeypatch):
     monkeypatch.setattr("hf_l2l.runtime.stream.shares_host_memory", lambda device: True)
     model = bert(num_hidden_layers=3)

@@ -20,9 +20,9 @@ from hf_l2l.engine import splitting
 from hf_l2l.model.batch_dims import ubatches
 from memory_switches import forced_copies
 from models import (
+    EXACT,
     ROWS,
     TOKENS,
-    TOLERANCE,
     VOCAB,
     Gradients,
     attached,
@@ -38,7 +38,6 @@ from models import (
 )
 
 FLOAT64 = torch.float64
-EXACT = TOLERANCE[FLOAT64]
 
 
 @given(st.integers(0, 200), st.integers(1, 60))
@@ -311,7 +310,7 @@ def test_a_list_with_a_number_for_each_row_is_not_cut():
     x, factors = torch.randn(7, 3, dtype=FLOAT64), [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0]
     with pytest.warns(UserWarning, match="ubatch_size=2 has no effect on calls of OfLists"):
         losses = [model(x, factors) for model in (plain, ours)]
-    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=EXACT)
     for loss in losses:
         loss.backward()
     assert relative_error(gradients(ours), gradients(plain)) <= EXACT

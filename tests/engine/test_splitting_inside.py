@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models import TOLERANCE, attached, gradients, relative_error
+from models import EXACT, attached, gradients, relative_error
 
 ROWS, TOKENS, WIDTH = 6, 5, 4
 FLOAT64 = torch.float64
-EXACT = TOLERANCE[FLOAT64]
 
 
 class Block(nn.Module):
@@ -97,7 +96,7 @@ def compare(model, *inputs, ubatch_size=2):
                 block.rows.clear()
             found = model(*inputs)
             found.backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert found.item() == pytest.approx(expected.item(), rel=EXACT)
     assert relative_error(gradients(model), gradients(plain)) < EXACT
     return [str(each.message) for each in said]
 

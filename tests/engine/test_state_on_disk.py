@@ -22,13 +22,12 @@ from left_over import files
 from models import Toy, batch_for
 from runs import OPTIMIZERS, assert_same_run, attach, run_of, seed_all, train
 from saving import disk_is_full
-from tiers import more
+from tiers import more, on_the_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in host memory:UserWarning")  # where folders of tests are
 
 WIDTH = 32
 """So large that the moments of a layer's matrices are no small tensors, which stay in memory."""
-on_the_host = pytest.mark.skipif(DEVICE != "cpu", reason="the device makes no difference")
 
 
 def toy(layers: int = 3, width: int = WIDTH, **more: Any) -> Toy:

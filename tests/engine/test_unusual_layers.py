@@ -14,8 +14,8 @@ from torch import nn
 
 from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
-from models import TOLERANCE, assert_same_bits, attached, gradients, relative_error
-from tiers import more
+from models import EXACT, TOLERANCE, assert_same_bits, attached, gradients, relative_error
+from tiers import more, on_the_host
 
 WIDTH, ROWS = 6, 7
 
@@ -79,9 +79,9 @@ def check(ubatch_size: int | None, kind: Callable[..., Stack], *args: Any) -> li
         warnings.simplefilter("always")
         found = trained(model)
     detach_l2l(model)
-    assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-10)
+    assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=EXACT)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(p, q, rtol=EXACT, atol=EXACT)
     return [str(each.message) for each in told]
 
 
@@ -104,7 +104,7 @@ def test_recurrent_modules_train_in_layers(kind, ubatch_size):
 
 
 # Torch says what it cannot trace, of which there is much in a hooked module.
-@pytest.mark.skipif(DEVICE == "sim", reason="torch.compile does not know the simulated accelerator")
+@on_the_host  # torch.compile does not know the simulated accelerator, and other devices may lack a compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["first", *more("head", "layers.1")])
 def test_a_compiled_module_trains(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from gpu_machine import DEVICE
 from hf_l2l import L2LConfig, attach_l2l
 from models import batch_for
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(autouse=True)
-def _torch_chooses(_on_the_device: None) -> None:
+def _torch_chooses() -> Iterator[None]:
     """Among all kernels: some are left out where sums must have a fixed order."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def bert_with(head_dim: int) -> nn.Module:

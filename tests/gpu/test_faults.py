@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_machine import DEVICE, module, program
+from gpu_machine import DEVICE, IS_CUDA, module, program
 from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.testing import enable_simulated_accelerator
 from models import gradients, relative_error
 
-pytestmark = pytest.mark.gpu
+
+@pytest.fixture(autouse=True, scope="module")
+def _of_some_size() -> None:
+    if not IS_CUDA:
+        enable_simulated_accelerator("64GiB")
 
 
 class Greedy(nn.Module):

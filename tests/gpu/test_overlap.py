@@ -16,17 +16,14 @@ from hf_l2l.engine.relay import Relay
 from hf_l2l.runtime import stream
 from models import assert_same_bits, batch_for, train_once
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 LAYERS = 6
 WIDTH = 4096 if IS_CUDA else 16
 """Of a layer, whose weights are then 64 MiB."""
 
 
 @pytest.fixture(autouse=True)
-def _clock_of_now(_on_the_device: None) -> None:
+def _clock_of_now() -> None:
     """The clock of a device is another one when it is warm."""
     gpu_machine.cycles_per_s.cache_clear()
     sleep(1e-3)

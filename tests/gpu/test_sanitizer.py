@@ -6,7 +6,7 @@ import pytest
 
 from gpu_machine import needs_cuda, program
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 SANITIZED = """
 import torch

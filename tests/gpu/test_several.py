@@ -21,7 +21,6 @@ from hf_l2l.runtime import stream
 from hf_l2l.testing import enable_simulated_accelerator
 from pipelined import trained
 
-pytestmark = pytest.mark.gpu
 MODES: list[dict[str, Any]] = [
     {},
     {"stash": "host", "boundary": "host"},

@@ -1,4 +1,4 @@
-"""The device of the tests marked `gpu`: CUDA, or, in a rehearsal, the simulated accelerator.
+"""The device of `tests/gpu`: CUDA, or, in a rehearsal, the simulated accelerator.
 
 A rehearsal runs each test once, to find faults of the tests themselves before there is a GPU to run them on. What
 needs the time of a device, or CUDA alone, asks `IS_CUDA`.
@@ -20,12 +20,9 @@ import torch
 from torch import nn
 
 import devices
-from hf_l2l.testing import enable_simulated_accelerator
 from training import tiny_bert
 
 IS_CUDA = devices.DEVICE == "cuda"
-if not IS_CUDA:
-    enable_simulated_accelerator("64GiB")  # with a capacity, which a test exceeds
 DEVICE = torch.device("cuda" if IS_CUDA else "sim", 0)
 MIB = 2**20
 
@@ -40,11 +37,6 @@ def full(on_cuda: int, in_rehearsal: int) -> int:
 def small_bert(**options: Any) -> nn.Module:
     """A BERT whose weights are the same at every call."""
     return tiny_bert(layers=full(4, 2), **options)
-
-
-def is_there() -> bool:
-    """Whether this process has the device."""
-    return torch.cuda.is_available() if IS_CUDA else True
 
 
 def module() -> Any:

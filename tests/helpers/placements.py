@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from devices import DEVICE
 from hf_l2l.testing import Costs, virtual_clock
 
 LAYERS = 4
@@ -26,6 +27,12 @@ class Placement(NamedTuple):
     is_exact: bool = True
     """Whether sums have the order of those of streamed layers: the gradients of embeddings and heads that run by
     micro-batches have not."""
+
+    @property
+    def has_same_bits(self) -> bool:
+        """Whether a training has the bits of streamed layers. CUDA's updates round in another way than the host's."""
+        updates = (self.resident_layers or self.resident_shell) and "resident_update" not in self.options
+        return self.is_exact and not (DEVICE == "cuda" and updates)
 
     def is_resident(self, name: str) -> bool:
         """Whether the parameter of that name of a `Toy` is on the device."""

@@ -42,7 +42,7 @@ def both(folder: Path, *, ours: dict[str, Any] | None = None, **options: Any) ->
 def assert_as_plain(found: hf.Trainer, expected: hf.Trainer) -> None:
     """The same bits of logs, weights and optimizer state; close ones on a real device, which adds in another order."""
     if DEVICE == "cuda":
-        assert_close_run(found, expected, rel=1e-3)
+        assert_close_run(found, expected, rel=1e-3, weights=1e-3)
     else:
         assert_same_run(found, expected)
 
@@ -54,7 +54,8 @@ def assert_close_run(found: hf.Trainer, expected: hf.Trainer, rel: float = 1e-5,
         assert ours == pytest.approx(theirs, rel=rel, nan_ok=True)
     others = expected.model.state_dict()
     for name, value in found.model.state_dict().items():
-        assert (value.cpu() - others[name].cpu()).abs().max() <= weights, name
+        if DEVICE != "cuda" or not name.endswith("key.bias"):  # its gradient is rounding, whose sign AdamW follows
+            assert (value.cpu() - others[name].cpu()).abs().max() <= weights, name
 
 
 def is_attached(model: nn.Module) -> bool:

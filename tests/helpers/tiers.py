@@ -1,4 +1,4 @@
-"""Which cases `make test` runs, and which `make test-all` alone: those it does not run are not collected."""
+"""Which cases `make test` runs, and which `make test-all` or some devices alone: others are not collected."""
 
 from __future__ import annotations
 
@@ -21,9 +21,28 @@ def nightly(test: T) -> T:
     return pytest.mark.nightly(test)
 
 
+ONLY = {"on_the_host": ("cpu",), "on_a_device": ("sim", "cuda"), "on_sim": ("sim",), "not_on_cuda": ("cpu", "sim")}
+"""Marks of tests that are collected for some devices alone."""
+
+
+def on_the_host(test: T) -> T:
+    """Decorates a test of what only a device that shares the memory of the host has."""
+    return pytest.mark.on_the_host(test)
+
+
 def on_a_device(test: T) -> T:
-    """Decorates a test of what only a device with memory of its own has: it is not collected for the CPU."""
+    """Decorates a test of what only a device with memory of its own has."""
     return pytest.mark.on_a_device(test)
+
+
+def on_sim(test: T) -> T:
+    """Decorates a test of what the simulated accelerator alone can tell: exact bytes, a wait that is missing."""
+    return pytest.mark.on_sim(test)
+
+
+def not_on_cuda(test: T) -> T:
+    """Decorates a test of bits that the host's arithmetic alone has, which is that of the simulated accelerator."""
+    return pytest.mark.not_on_cuda(test)
 
 
 def cpu_suffices(test: T) -> T:
@@ -38,13 +57,14 @@ def chosen(
     """Those of the cases of one test, in `folder`, that this run has: none of a test for `make test-all` alone, or for
     another device. Where `make test` has a test on the CPU and on the simulated accelerator, its cases are dealt to
     the two in turn, and each of the two has one at least."""
-    if ("on_a_device" in marks and device == "cpu") or ("nightly" in marks and not is_all):
+    only = [ONLY[mark] for mark in marks if mark in ONLY]
+    if any(device not in each for each in only) or ("nightly" in marks and not is_all):
         return []
-    if is_all or folder not in ON_EVERY_DEVICE or device == "cuda" or "on_a_device" in marks:
+    if is_all or folder not in ON_EVERY_DEVICE or only:
         return cases
     if "cpu_suffices" in marks:
         return cases if device == "cpu" else []
-    return cases[device == "sim" :: 2] if len(cases) > 1 else cases
+    return cases if device == "cuda" else cases[device == "sim" :: 2] if len(cases) > 1 else cases
 
 
 def more(*values: Any) -> tuple[Any, ...]:

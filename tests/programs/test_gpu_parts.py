@@ -74,12 +74,36 @@ def test_the_plan_is_over_in_time(stub, monkeypatch, capsys):
     )
 
 
-def test_the_smoke_tests_are_there():
-    """Their parameters, too, are checked by the rehearsal of all parts."""
-    assert len(set(gpu.SMOKE)) == 12
-    for name in gpu.SMOKE:
+def test_the_tests_of_the_plan_are_there():
+    """Their parameters, too, are checked by the rehearsal of all parts; what only CUDA has is there as a whole."""
+    for name in (*gpu.SMOKE, *gpu.OF_CUDA, *gpu.SUITE):
         file, _, function = name.partition("[")[0].partition("::")
-        assert f"\ndef {function}(" in (ROOT / file).read_text()
+        assert not function or f"\ndef {function}(" in (ROOT / file).read_text()
+        assert (ROOT / file).is_file() and file.split("/")[1] in ("gpu", "engine", "trainer")
+    assert sorted(gpu.OF_CUDA) == sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py"))
+
+
+def test_each_test_has_one_row_and_those_with_a_row_are_left_out(tmp_path):
+    file, rows = tmp_path / "test_some.py", tmp_path / "rows.jsonl"
+    file.write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('x', [0, 1])\ndef test_a(x): assert x\n"
+        "def test_b(): pytest.skip('why')\n"
+    )
+    (tmp_path / "test_other.py").write_text("import a_package_that_is_not_here\n")
+    text = "import sys; from pathlib import Path; from benchmarks import gpu_tests\n"
+    text += "print('it', gpu_tests.run(sys.argv[2:], Path(sys.argv[1]), rehearse=False))"
+    found = []
+    for _ in range(2):
+        asked = [sys.executable, "-c", text, str(rows), str(tmp_path)]
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "it ended", done.stdout
+        found.append([(row["name"].rpartition("/")[2], row["outcome"]) for row in gpu_rows.read(rows, "test")])
+        file.write_text(file.read_text() + "def test_c(): pass\n")
+    broken = ("test_other.py", "error in collection")
+    outcomes = {"a[0]": "failed", "a[1]": "passed", "b": "skipped"}
+    assert found[0] == [broken, *((f"test_some.py::test_{name}", how) for name, how in outcomes.items())]
+    assert found[1] == [*found[0], broken, ("test_some.py::test_c", "passed")]
 
 
 def test_parts_run_in_the_order_of_their_worth(capsys):
@@ -182,15 +206,15 @@ def test_tests_go_on_in_another_process(stub):
 
 
 def test_what_has_no_time_left_is_not_begun(stub, monkeypatch):
-    """All but 20 seconds of the tests can be left out."""
-    plan = {"1b-cmp": gpu.PLAN["1b-cmp"]._replace(seconds=200.0), "tests": gpu.PLAN["tests"]._replace(seconds=300.0)}
-    monkeypatch.setattr(gpu, "PLAN", plan)
-    assert gpu.main(["1b-cmp", "tests", "--out", str(stub), "--minutes", "2"]) == 0
-    assert how_of(stub) == {"1b-cmp": "not begun: no time was left (it needs about 215 s)", "tests": "ended"}
+    """All but 20 seconds of the tests can be left out. Tests have a limit, too, but for the last ones."""
+    monkeypatch.setattr(gpu, "PLAN", {name: part._replace(seconds=200.0) for name, part in gpu.PLAN.items()})
+    assert gpu.main(["1b-cmp", "suite", "--out", str(stub), "--minutes", "2"]) == 0
+    assert how_of(stub) == {"1b-cmp": "not begun: no time was left (it needs about 215 s)", "suite": "ended"}
     options = Namespace(rehearse=False, minutes=0.1, out=stub, parts=["1b-trainer"])
     call = gpu.Call(options, None)
     call.end_at = time.monotonic()
     assert call.left_s <= 0 and call.needed_s("tests") == 20 + gpu.START_S
+    assert [call.limit_s(name) for name in ("1b-cmp", "tests", "suite")] == [420.0, 420.0, float("inf")]
 
 
 def test_a_call_ends_in_time(stub, monkeypatch):

@@ -23,7 +23,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.hf.hooks import bound_method
-from models import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, relative_error, t5, train_once
+from models import (
+    EXACT,
+    assert_same_bits,
+    batch_for,
+    bert,
+    gpt2,
+    gradients,
+    llama,
+    reference,
+    relative_error,
+    t5,
+    train_once,
+)
 from tiers import more
 from training import l2l_trainer, tiny_bert
 
@@ -283,8 +295,8 @@ def test_parts_of_a_model_can_be_called_from_outside(device):
     hidden.grad = None
     attach_l2l(model, L2LConfig(ubatch_size=4))
     layer(hidden.to(device)).sum().backward()
-    assert relative_error(gradients(layer), expected) < 1e-6
-    assert torch.allclose(hidden.grad, input_gradient)
+    assert relative_error(gradients(layer), expected) < 1e-5
+    assert torch.allclose(hidden.grad, input_gradient, atol=1e-6)
     assert torch.allclose(model.bert(batch["input_ids"]).last_hidden_state.cpu(), states, atol=1e-6)
 
 
@@ -374,7 +386,7 @@ def test_training_ignores_an_empty_cache():
     _, expected = reference(model, batch)
     attach_l2l(model)
     train_once(model, batch)
-    assert relative_error(gradients(model), expected) < 1e-12
+    assert relative_error(gradients(model), expected) < EXACT
 
 
 # ---- models that are refused

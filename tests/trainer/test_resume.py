@@ -25,7 +25,7 @@ from hf_l2l import L2LTrainer
 from models import VOCAB
 from runs import assert_same_run
 from saving import At
-from tiers import ALL, more, nightly
+from tiers import ALL, more, nightly, on_sim, on_the_host
 from training import SAVING, StopAt, l2l_trainer, plain_trainer, rows, tiny_bert, trainer
 
 pytestmark = [
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*moves the weights:UserWarning"),
     pytest.mark.filterwarnings("ignore:the master weights are torch.bfloat16:UserWarning"),
 ]
-on_the_host = pytest.mark.skipif(DEVICE != "cpu", reason="the device makes no difference")
 
 STEPS = 8
 # Of the last of six batches of an epoch, rows are missing. What is timed is no part of a run.
@@ -326,7 +325,7 @@ def test_with_other_options(tmp_path, first, then):
     assert_resumes_at(whole, 5, tmp_path / "again", **OTHERS[then], **same)
 
 
-@pytest.mark.skipif(DEVICE != "sim", reason="of device memory")
+@on_sim
 @nightly
 def test_with_a_budget(tmp_path, monkeypatch):
     use_machine_of_8_mib(monkeypatch, tmp_path)

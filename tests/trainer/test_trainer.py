@@ -115,7 +115,7 @@ def test_evaluation_and_prediction_without_training(tmp_path, layers, dispatched
 
     found, expected = evaluated(L2LTrainer), evaluated(hf.Trainer)
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
     assert len(found[-1]) == 66
 
 

@@ -27,11 +27,20 @@ def test_all_of_them_run_where_one_device_has_the_folder_and_with_all():
 
 
 @pytest.mark.parametrize(
-    ("mark", "cpu", "sim"), [("nightly", [], []), ("cpu_suffices", CASES, []), ("on_a_device", [], CASES)]
+    ("mark", "devices"),
+    [
+        ("nightly", ()),
+        ("cpu_suffices", ("cpu",)),
+        ("on_the_host", ("cpu",)),
+        ("on_a_device", ("sim", "cuda")),
+        ("on_sim", ("sim",)),
+        ("not_on_cuda", ("cpu", "sim")),
+    ],
 )
-def test_a_mark_decides_for_all_cases_of_a_test(mark, cpu, sim):
-    assert chosen(CASES, [mark], "engine", device="cpu", is_all=False) == cpu
-    assert chosen(CASES, [mark], "engine", device="sim", is_all=False) == sim
+def test_a_mark_decides_for_all_cases_of_a_test(mark, devices):
+    for device in ("cpu", "sim", "cuda"):
+        expected = CASES if device in devices else []
+        assert chosen(CASES, [mark], "engine", device=device, is_all=False) == expected
 
 
 @pytest.mark.parametrize("together", [1, 2])
