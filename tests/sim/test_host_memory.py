@@ -268,6 +268,14 @@ def test_weights_loaded_after_attach_are_trained_with(assign):
     assert assign or settled(locked) == locked
 
 
+def test_a_model_whose_embeddings_are_resized_after_a_step_trains():
+    model = on_sim(gpt2())
+    train_once(model, batch_of(model))
+    model.resize_token_embeddings(80, mean_resizing=False)
+    trains_as_plain(model)
+    assert model.get_input_embeddings().weight.shape[0] == 80
+
+
 # ---- how long
 
 
@@ -357,3 +365,10 @@ def test_the_warning_counts_masters_once_and_comes_with_the_gradients_where_mast
         model.zero_grad()
         train_once(model, batch)
         assert not any(g.is_pinned() for g in grads(model))
+
+
+def test_a_device_without_page_locking_is_not_asked_and_causes_no_warning(monkeypatch):
+    monkeypatch.setattr("hf_l2l.runtime.stream.can_page_lock", lambda device: False)
+    model = on_sim(stash="host", ubatch_size=3)
+    train_once(model, batch_of(model))
+    assert page_locked_bytes() == 0

@@ -208,8 +208,11 @@ def test_devices_compute_at_the_same_time_and_each_has_a_link():
         assert clock.end == 1
         assert [clock.busy("compute", device=index) for index in range(4)] == [1, 1, 1, 1]
         assert [clock.busy("upload", device=index) for index in range(3)] == [1, 1, 0]
+        values[1] @ values[1]
         torch.sim.synchronize("sim:0")
+        assert clock.now == 1
         torch.sim.synchronize("sim:1")
+        assert clock.now == 2
 
 
 def test_a_peer_copy_takes_the_time_of_its_bytes():
@@ -222,6 +225,10 @@ def test_a_peer_copy_takes_the_time_of_its_bytes():
         assert clock.end == 1 + 4 + 1
         assert clock.busy("peer") == 4 and clock.busy("peer", device=1) == 0
         assert clock.now == 0, "the host waits for none of it"
+    with virtual_clock(costs(peer_bytes_per_s=2.0 * N * N)) as clock:
+        first @ first
+        first.copy_(value)
+        assert clock.end == 1 + 2, "after what the device that receives it was given"
 
 
 def test_launches_take_time_of_the_host():

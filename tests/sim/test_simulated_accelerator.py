@@ -367,7 +367,7 @@ def test_autocast_casts_what_cuda_casts_and_that_of_the_host_nothing():
     query = torch.randn(1, 2, 3, 4, device="sim")
     with torch.autocast("sim", dtype=torch.bfloat16):
         out = model(x)
-        assert out.dtype == torch.bfloat16
+        assert out.dtype == model(out).dtype == torch.bfloat16
         assert functional.scaled_dot_product_attention(query, query, query).dtype == torch.bfloat16
         for float32 in (out.softmax(-1), functional.layer_norm(out, (4,)), out.exp(), out.sum(), out + x):
             assert float32.dtype == torch.float32
