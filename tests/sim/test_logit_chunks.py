@@ -1,9 +1,8 @@
-"""Logits in chunks: what one device holds of them, and several devices that compute every n-th chunk each."""
+"""Logits in chunks on several devices, which compute every n-th chunk each."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 from collections.abc import Iterator
 from functools import cache
@@ -18,60 +17,9 @@ from torch.nn import functional
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.logits import chunks
 from hf_l2l.testing import Costs, enable_simulated_accelerator, virtual_clock
-from models import SMALL, VOCAB, attached
+from models import SMALL, VOCAB
 from pipelined import Trained, devices, trained
-from tiers import more, nightly
-from training import settled_memory
-
-HIDDEN = 16
-
-
-# ---- what one device holds
-
-
-def peak(vocab: int, rows: int, tokens: int, *, tied: bool = False, **options: Any) -> int:
-    """Bytes of the device at the peak of the second forward and backward."""
-    torch.manual_seed(0)
-    sizes = {**SMALL, "vocab_size": vocab, "num_key_value_heads": 1, "tie_word_embeddings": tied}
-    model = attached(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)), stash="host", ubatch_size=1, **options)
-    ids = torch.randint(0, vocab, (rows, tokens), generator=torch.Generator().manual_seed(1))
-    for _ in range(2):
-        settled_memory()
-        torch.accelerator.reset_peak_memory_stats()
-        model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-    return int(torch.accelerator.max_memory_allocated())
-
-
-@nightly
-@pytest.mark.parametrize("cmp", [None, "bf16"])
-def test_bytes_do_not_grow_with_tokens_times_vocabulary(cmp):
-    """What more tokens add is of the hidden size, whatever the vocabulary."""
-
-    def more_bytes(vocab: int, chunked_loss: str) -> int:
-        same = {"chunked_loss": chunked_loss, "cmp": cmp}
-        return peak(vocab, 16, 64, **same) - peak(vocab, 4, 64, **same)
-
-    few, many, whole = more_bytes(500, "auto"), more_bytes(4000, "auto"), more_bytes(4000, "off")
-    tokens, entries = 12 * 64, 12 * 64 * 4000
-    assert many - few < tokens * HIDDEN * 4, f"{few} bytes for 768 tokens more with 500 words, {many} with 4,000"
-    assert whole >= 12 * entries - tokens * HIDDEN * 40  # what the log and the documents say
-
-
-@pytest.mark.parametrize(("tied", "copies"), [(False, 3), (True, 3)])
-def test_one_chunk_is_there_at_a_time(tied, copies):
-    """In the backward: the logits, their logarithmic softmax, and the gradients of both. The weights of embedding and
-    head are there, and the gradient of the head, but not yet that of the embedding."""
-    small, large = (peak(vocab, 8, 40, tied=tied) for vocab in (1000, 3000))
-    per_word = (large - small) / 2000
-    if tied:
-        assert per_word <= copies * HIDDEN * 4 + 4 * 4 * 128
-    else:
-        assert per_word == pytest.approx(copies * HIDDEN * 4 + 4 * 4 * 128, rel=0.01)
-
-
-# ---- several devices
-
+from tiers import combinations, more
 
 MODES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -83,7 +31,7 @@ ROWS, LENGTH = 8, 48
 """Three chunks of 128 tokens."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _four() -> Iterator[None]:
     enable_simulated_accelerator(devices=4)
     yield
@@ -110,7 +58,8 @@ def _bert() -> nn.Module:
 
 
 FAMILIES = {"llama": _llama, "bart": _bart, "bert": _bert}
-CASES = (("llama", "host", 3), ("bart", "bf16", 2), ("bert", "device", 2))
+CASES = [("llama", "host", 3), ("bart", "bf16", 2), ("bert", "device", 2)]
+CASES += more(*(each.values for each in combinations(FAMILIES, MODES, (2, 4))))
 
 
 def batch(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
@@ -135,8 +84,7 @@ def far(one: Trained, other: Trained) -> float:
     return max(float((one.weights[n] - other.weights[n]).abs().max()) for n in one.weights)
 
 
-@pytest.mark.usefixtures("_four")
-@pytest.mark.parametrize(("family", "mode", "count"), [*CASES, *more(*itertools.product(FAMILIES, MODES, (2, 4)))])
+@pytest.mark.parametrize(("family", "mode", "count"), CASES)
 def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count, monkeypatch):
     placed = []
     send = chunks.Place.send
@@ -152,12 +100,8 @@ def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count
     for loss, expected in zip(found.losses, one.losses, strict=True):
         torch.testing.assert_close(loss, expected)
     assert not found.differences(run(family, count, mode)), "a training can be repeated"
-
-
-@pytest.mark.usefixtures("_four")
-@pytest.mark.parametrize(("family", "mode"), [("llama", "device"), *more(*itertools.product(FAMILIES, MODES))])
-def test_the_head_on_the_first_device_has_the_bits_of_one(family, mode):
-    assert not run(family, 2, mode, head_device="first").differences(run(family, 1, mode))
+    # Nothing has another order if the first device computes all of them.
+    assert not run(family, count, mode, head_device="first").differences(one)
 
 
 def _head(count: int, **options: Any) -> nn.Module:
@@ -166,11 +110,12 @@ def _head(count: int, **options: Any) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.usefixtures("_four")
-def test_weights_of_classes_are_copied_to_each_device():
+@pytest.mark.parametrize("frozen", [False, True], ids=["weights of classes", "a frozen head has no sums"])
+def test_what_each_device_needs_is_copied_to_it(frozen):
     losses, gradients = [], []
     for count in (1, 3):
         model = _head(count)
+        model.lm_head.requires_grad_(not frozen)
         given = batch(model, 0)
         logits = model(input_ids=given["input_ids"]).logits.flatten(0, 1)
         weight = torch.linspace(0.5, 1.5, VOCAB).to("sim:0")
@@ -178,29 +123,14 @@ def test_weights_of_classes_are_copied_to_each_device():
         loss.backward()
         losses.append(loss.detach().cpu())
         detach_l2l(model)
-        gradients.append(model.lm_head.weight.grad.cpu())
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.usefixtures("_four")
-def test_a_frozen_head_has_no_sums():
-    losses, gradients = [], []
-    for count in (1, 3):
-        model = copy.deepcopy(model_of("llama"))
-        model.lm_head.requires_grad_(False)
-        attach_l2l(model, L2LConfig(device=devices(count), ubatch_size=4))
-        loss = model(**batch(model, 0)).loss
-        loss.backward()
-        losses.append(loss.detach().cpu())
-        detach_l2l(model)
-        assert model.lm_head.weight.grad is None
+        assert (model.lm_head.weight.grad is None) == frozen
         gradients.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
-    assert torch.equal(*losses)
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True)), "no sums differ"
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+        assert not frozen or torch.equal(one, other), "no sums differ"
+    torch.testing.assert_close(*losses)
 
 
-@pytest.mark.usefixtures("_four")
 def test_few_rows_stay_on_the_first_device(monkeypatch):
     monkeypatch.setattr(chunks.Place, "send", lambda *given: pytest.fail("one chunk is not sent"))
     model = _head(4)
@@ -209,7 +139,6 @@ def test_few_rows_stay_on_the_first_device(monkeypatch):
     detach_l2l(model)
 
 
-@pytest.mark.usefixtures("_four")
 def test_without_peer_access_the_head_stays_on_the_first_device(caplog):
     enable_simulated_accelerator(devices=2, peer_access=False)
     try:
@@ -222,7 +151,6 @@ def test_without_peer_access_the_head_stays_on_the_first_device(caplog):
     assert not found.differences(one)
 
 
-@pytest.mark.usefixtures("_four")
 def test_the_devices_compute_chunks_at_the_same_time():
     """No wait of the first device lies between a chunk that it computes and the next one."""
     model = _head(2)
@@ -242,7 +170,6 @@ def test_the_devices_compute_chunks_at_the_same_time():
     assert order == ["sim:0", "sim:1", "sim:0"] * 2
 
 
-@pytest.mark.usefixtures("_four")
 def test_the_head_takes_one_part_in_n_of_its_time():
     """In virtual time, of a model that is mostly head: eight chunks, whose gradients are added at no cost."""
     config = hf.LlamaConfig(**{**SMALL, "vocab_size": 500}, num_key_value_heads=1, max_position_embeddings=256)

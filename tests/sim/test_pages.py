@@ -56,59 +56,53 @@ def test_a_tensor_over_two_ranges_is_not_pinned(memory):
     assert [unregister(half) for half in halves] == [GRANTED, GRANTED]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
-        ((0, PAGE), (PAGE, PAGE), GRANTED),
-        ((0, 10), (20, 10), ALREADY),  # beside each other on one page
-        ((0, PAGE + 1), (2 * PAGE - 1, 5), ALREADY),  # the first ends on the page where the other begins
-        ((PAGE + 5, 5), (0, PAGE + 1), ALREADY),
-        ((PAGE + 5, 5), (0, PAGE), GRANTED),
-        ((PAGE, PAGE), (0, 4 * PAGE), ALREADY),  # within
-        ((0, 4 * PAGE), (PAGE, PAGE), ALREADY),
-        ((0, PAGE), (0, PAGE), ALREADY),  # the same
-    ],
-)
-def test_a_page_is_registered_once(memory, one, other, expected):
-    first, second = (memory[start : start + size] for start, size in (one, other))
-    assert register(first) == GRANTED
-    assert register(second) == expected
-    assert page_locked_bytes() == first.nbytes + (second.nbytes if expected == GRANTED else 0)
-    assert unregister(second) == (GRANTED if expected == GRANTED or one == other else NOT_REGISTERED)
-    assert unregister(first) == (GRANTED if one != other else NOT_REGISTERED)
+PAIRS = [
+    ((0, PAGE), (PAGE, PAGE), GRANTED),
+    ((0, 10), (20, 10), ALREADY),  # beside each other on one page
+    ((0, PAGE + 1), (2 * PAGE - 1, 5), ALREADY),  # the first ends on the page where the other begins
+    ((PAGE + 5, 5), (0, PAGE + 1), ALREADY),
+    ((PAGE + 5, 5), (0, PAGE), GRANTED),
+    ((PAGE, PAGE), (0, 4 * PAGE), ALREADY),  # within
+    ((0, 4 * PAGE), (PAGE, PAGE), ALREADY),
+    ((0, PAGE), (0, PAGE), ALREADY),  # the same
+]
 
 
-def test_only_what_is_registered_is_unregistered(memory):
+def test_a_page_is_registered_once(memory):
+    for one, other, expected in PAIRS:
+        first, second = (memory[start : start + size] for start, size in (one, other))
+        assert register(first) == GRANTED
+        assert register(second) == expected, (one, other)
+        assert page_locked_bytes() == first.nbytes + (second.nbytes if expected == GRANTED else 0)
+        assert unregister(second) == (GRANTED if expected == GRANTED or one == other else NOT_REGISTERED)
+        assert unregister(first) == (GRANTED if one != other else NOT_REGISTERED)
+
+
+def test_what_cannot_be_registered_or_unregistered(memory):
+    assert RUNTIME.cudaHostRegister(0, PAGE, 0) == INVALID
+    assert RUNTIME.cudaHostRegister(memory.data_ptr(), 0, 0) == INVALID
     assert unregister(memory) == NOT_REGISTERED
     assert register(memory) == GRANTED
     assert unregister(memory[PAGE:]) == NOT_REGISTERED, "a range is named by its first address"
     assert (unregister(memory), unregister(memory)) == (GRANTED, NOT_REGISTERED)
 
 
-def test_no_memory_cannot_be_registered(memory):
-    assert RUNTIME.cudaHostRegister(0, PAGE, 0) == INVALID
-    assert RUNTIME.cudaHostRegister(memory.data_ptr(), 0, 0) == INVALID
-
-
-def test_a_limit_counts_what_is_registered_already(memory):
+def test_a_limit_counts_what_is_registered_already_and_ends_with_its_block(memory):
     parts = [memory[i * PAGE : (i + 1) * PAGE] for i in range(3)]
     assert register(parts[0]) == GRANTED
     with page_lock_limit(2 * PAGE):
         assert register(memory[PAGE : 4 * PAGE]) == OUT_OF_MEMORY
         assert [register(part) for part in parts[1:]] == [GRANTED, OUT_OF_MEMORY]
-        with page_lock_limit(0):
+        with pytest.raises(KeyError), page_lock_limit(0):
             assert unregister(parts[1]) == GRANTED
             assert register(parts[1]) == OUT_OF_MEMORY
+            raise KeyError
         assert register(parts[1]) == GRANTED
     assert register(parts[2]) == GRANTED
     assert page_locked_bytes() == 3 * PAGE
     assert [unregister(part) for part in parts] == [GRANTED] * 3
-
-
-def test_a_limit_ends_where_an_error_leaves_it(memory):
-    with pytest.raises(KeyError), page_lock_limit(0):
-        raise KeyError
-    assert (register(memory), unregister(memory)) == (GRANTED, GRANTED)
+    with pytest.raises(ValueError, match=r"0 or more \(got -1\)"), page_lock_limit(-1):
+        pass
 
 
 def test_a_finalizer_that_unregisters_does_not_stop_a_registration(memory):
@@ -135,11 +129,6 @@ def test_a_finalizer_that_unregisters_does_not_stop_a_registration(memory):
     registering.join(10)
     assert found == [GRANTED, GRANTED], "it waits for itself"
     assert unregister(memory[2 * PAGE : 3 * PAGE]) == GRANTED
-
-
-def test_a_negative_limit_is_refused():
-    with pytest.raises(ValueError, match=r"0 or more \(got -1\)"), page_lock_limit(-1):
-        pass
 
 
 def test_an_asynchronous_download_is_made_pinned_as_on_cuda():

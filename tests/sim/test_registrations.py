@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.eps.host_memory import HostMemory, SmallTensors
 from hf_l2l.eps.masters import Masters
 from hf_l2l.runtime import stream
 from models import assert_same_bits, attached, batch_for, bert, gradients, train_once
+from runs import attach
 from tiers import more
 
 
@@ -33,16 +32,17 @@ def registrations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def steps(model: nn.Module, batches: list[dict[str, Any]], after_each: Callable[[], object], **options: Any) -> None:
-    """Train `model` as a program does."""
-    eps = attach_l2l(model, L2LConfig(device="sim", **options))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+def steps(model: nn.Module, batches: list[dict[str, Any]], registrations: list[int], **options: Any) -> list[int]:
+    """Train `model` as a program does; how many registrations there were after each step."""
+    model, eps, optimizer, _ = attach(model, **options)
+    done = []
     for batch in batches:
         model(**batch).loss.backward()
         optimizer.step()
         model.zero_grad()
-        after_each()
+        done.append(len(registrations))
     eps.synchronize()
+    return done
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def steps(model: nn.Module, batches: list[dict[str, Any]], after_each: Callable[
     [{"stash": "host", "ubatch_size": 4}, *more({}, {"eps_update": "eager"}), {"cmp": "bf16"}],
 )
 def test_nothing_is_registered_after_the_first_steps(options, registrations):
-    model, done = bert(num_hidden_layers=3), []
-    steps(model, [batch_for(model)] * 6, lambda: done.append(len(registrations)), **options)
+    model = bert(num_hidden_layers=3)
+    done = steps(model, [batch_for(model)] * 6, registrations, **options)
     assert done[0] > 0 and done[2:] == [done[1]] * 4
 
 
@@ -74,14 +74,14 @@ def of_length(model: nn.Module, tokens: int) -> dict[str, torch.Tensor]:
 
 def test_batches_that_slowly_become_longer_seldom_register(registrations):
     """In four steps each time that the length doubles, with the bits of a stash on the device."""
-    lengths, done = range(3, 17), []
+    lengths = range(3, 17)
     model = bert()
     on_device = copy.deepcopy(model)
     batches = [of_length(model, tokens) for tokens in lengths]
-    steps(model, batches, lambda: done.append(len(registrations)), stash="host")
+    done = steps(model, batches, registrations, stash="host")
     registering = sum(now > before for before, now in zip(done, done[1:], strict=False))
     assert 0 < registering <= 4 * math.log2(lengths[-1] / lengths[0])
-    steps(on_device, batches, lambda: None, stash="device")
+    steps(on_device, batches, registrations, stash="device")
     assert_same_bits(dict(model.named_parameters()), dict(on_device.named_parameters()))
 
 
@@ -106,13 +106,8 @@ def small() -> SmallTensors:
 
 
 def test_small_tensors_lie_apart_and_keep_their_kind(small):
-    kinds = [
-        (torch.float32, (3,)),
-        (torch.bfloat16, (5,)),
-        (torch.float64, (2, 2)),
-        (torch.uint8, (1,)),
-        (torch.int64, ()),
-    ]
+    shapes = {torch.float32: (3,), torch.bfloat16: (5,), torch.float64: (2, 2), torch.uint8: (1,), torch.int64: ()}
+    kinds = list(shapes.items())
     for _ in range(3):
         made = [small.tensor_like(torch.empty(shape, dtype=dtype), 64) for dtype, shape in kinds * 20]
         for number, tensor in enumerate(made):
@@ -126,16 +121,10 @@ def test_small_tensors_lie_apart_and_keep_their_kind(small):
 def test_small_tensors_register_at_doubling_sizes_and_then_no_more(small, registrations):
     for turn in range(3):
         kept = [small.tensor_like(torch.empty(1, dtype=torch.float64), 16) for _ in range(1000)]
+        assert len({tensor.data_ptr() for tensor in kept}) == 1000
         assert [-(-size // 16) for size in registrations] == [1, 2, 4, 8, 16, 32, 64, 128, 256], f"turn {turn}"
         del kept
         small.drop()
-
-
-def test_small_tensors_that_are_gone_leave_their_memory_to_the_next(small, registrations):
-    for _ in range(5):
-        assert len({small.tensor_like(torch.empty(4), 64).fill_(0).data_ptr() for _ in range(3)}) == 3
-        small.drop()
-    assert registrations == [64]
 
 
 def test_small_tensors_that_are_still_used_keep_their_memory(small, registrations):

@@ -47,37 +47,38 @@ def test_a_tensor_is_where_it_was_asked_for():
     assert module.to("sim:3").weight is weight and weight.device.index == 3
 
 
-def test_a_device_that_is_not_seen_is_refused():
-    with pytest.raises(RuntimeError, match="invalid device sim:4.* an index below 4"):
-        torch.empty(1, device="sim:4")
-    with pytest.raises(ValueError, match="an index below 4"):
-        torch.sim.synchronize("sim:7")
+def test_what_is_refused():
+    for make, error, match in (
+        (lambda: torch.empty(1, device="sim:4"), RuntimeError, "invalid device sim:4.* an index below 4"),
+        (lambda: torch.sim.synchronize("sim:7"), ValueError, "an index below 4"),
+        (lambda: square("sim:0") + square("sim:1"), RuntimeError, "aten::add.* on the same device.*sim:0.*sim:1"),
+        # Only a number of the host may be anywhere.
+        (lambda: square("sim:0") + torch.ones((), device="sim:1"), RuntimeError, "same device"),
+    ):
+        with pytest.raises(error, match=match):
+            make()
     for devices in (0, 9, 1.0, True, "2"):
         with pytest.raises(ValueError, match="from 1 to 8"):
             enable_simulated_accelerator(devices=devices)
-
-
-@pytest.mark.parametrize(("dtype", "index"), [(torch.float32, 0), (torch.float64, 3), (torch.int16, 1)])
-def test_inference_tensors_are_those_that_are_made_in_inference_mode(index, dtype):
-    """Whatever the first one of a device and dtype in the process was."""
-    kwargs = {"dtype": dtype, "device": f"sim:{index}"}
-    made = torch.ones(2, **kwargs)
-    for _ in range(2):
-        with torch.inference_mode():
-            inside = [torch.ones(2, **kwargs), made + 1, torch.ones(2, dtype=dtype).to(f"sim:{index}")]
-        assert all(t.is_inference() for t in inside)
-        outside = [torch.ones(2, **kwargs), made + 1, torch.ones(2, dtype=dtype).to(f"sim:{index}")]
-        assert not any(t.is_inference() for t in outside)
-    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        (torch.ones(2, device=f"sim:{index}", requires_grad=True) * inside[0]).sum()
-
-
-def test_an_operation_does_not_mix_devices():
-    with pytest.raises(RuntimeError, match="aten::add.*: expected all tensors to be on the same device.*sim:0.*sim:1"):
-        square("sim:0") + square("sim:1")
-    with pytest.raises(RuntimeError, match="same device"):
-        square("sim:0") + torch.ones((), device="sim:1")  # only a number of the host may be anywhere
     assert (square("sim:1") + torch.ones(())).device.index == 1
+
+
+def test_inference_tensors_are_those_that_are_made_in_inference_mode():
+    """Whatever the first one of a device and dtype in the process was."""
+    for dtype, device in ((torch.float32, "sim:0"), (torch.float64, "sim:3"), (torch.int16, "sim:1")):
+        before = torch.ones(2, dtype=dtype, device=device)
+
+        def made(dtype: torch.dtype = dtype, device: str = device, before: torch.Tensor = before) -> list[bool]:
+            host = torch.ones(2, dtype=dtype)
+            return [x.is_inference() for x in (torch.ones(2, dtype=dtype, device=device), before + 1, host.to(device))]
+
+        for _ in range(2):
+            with torch.inference_mode():
+                assert made() == [True] * 3
+                inside = torch.ones(2, device=device)
+            assert made() == [False] * 3
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            (torch.ones(2, device=device, requires_grad=True) * inside).sum()
 
 
 def test_gradients_go_back_through_devices_each_in_its_thread():
@@ -150,15 +151,6 @@ def test_kernels_run_on_the_stream_of_the_device_of_their_tensors():
     assert value.sum().item() == 2 * N * N
 
 
-def test_a_peer_copy_follows_and_is_followed_by_the_current_streams_of_both():
-    source = square("sim:0")
-    target = torch.zeros(N, N, device="sim:1")
-    target.add_(1)
-    target.copy_(source, non_blocking=True)
-    assert target.sum().item() == N * N
-    source.zero_()  # the copy has read it
-
-
 def test_a_peer_copy_on_a_side_stream_is_late_and_must_be_waited_for():
     source, target = square("sim:0"), torch.zeros(N, N, device="sim:1")
     side, other = torch.sim.Stream(device="sim:0", name="out"), torch.sim.Stream(device="sim:1", name="in")
@@ -179,6 +171,9 @@ def test_a_peer_copy_on_a_side_stream_is_late_and_must_be_waited_for():
     torch.sim.default_stream("sim:0").wait_stream(side)
     source.zero_()
     assert total.item() == N * N
+    target.copy_(source, non_blocking=True)  # on the current streams of both, which it follows and is followed by
+    assert target.sum().item() == 0
+    source.add_(1)
 
 
 def test_memory_of_one_is_not_used_again_while_another_reads_it():
@@ -201,25 +196,23 @@ def costs(**options: Any) -> Costs:
     return Costs(**{**known, **options})
 
 
-def test_devices_compute_at_the_same_time():
+def test_devices_compute_at_the_same_time_and_each_has_a_link():
+    host = [torch.ones(N, N).pin_memory() for _ in range(2)]
     values = [square(f"sim:{index}") for index in range(4)]
     with virtual_clock(costs()) as clock:
         for value in values:
             value @ value
-        assert clock.end == 1
-        assert [clock.busy("compute", device=index) for index in range(4)] == [1, 1, 1, 1]
-
-
-def test_each_has_a_link():
-    host = [torch.ones(N, N).pin_memory() for _ in range(2)]
-    with virtual_clock(costs()) as clock:
         for index, value in enumerate(host):
             with torch.sim.Stream(device=index):
                 value.to(f"sim:{index}", non_blocking=True)
         assert clock.end == 1
+        assert [clock.busy("compute", device=index) for index in range(4)] == [1, 1, 1, 1]
         assert [clock.busy("upload", device=index) for index in range(3)] == [1, 1, 0]
+        values[1] @ values[1]
         torch.sim.synchronize("sim:0")
+        assert clock.now == 1
         torch.sim.synchronize("sim:1")
+        assert clock.now == 2
 
 
 def test_a_peer_copy_takes_the_time_of_its_bytes():
@@ -232,6 +225,10 @@ def test_a_peer_copy_takes_the_time_of_its_bytes():
         assert clock.end == 1 + 4 + 1
         assert clock.busy("peer") == 4 and clock.busy("peer", device=1) == 0
         assert clock.now == 0, "the host waits for none of it"
+    with virtual_clock(costs(peer_bytes_per_s=2.0 * N * N)) as clock:
+        first @ first
+        first.copy_(value)
+        assert clock.end == 1 + 2, "after what the device that receives it was given"
 
 
 def test_launches_take_time_of_the_host():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections import Counter, defaultdict
@@ -19,7 +20,7 @@ from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
 from runs import attach, train
-from tiers import more
+from tiers import combinations, more
 from timed_machine import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 from training import l2l_trainer, measured, tiny_bert
 
@@ -43,73 +44,65 @@ def busy(spans: Row) -> float:
     return sum(end - start for _, start, end in spans)
 
 
-def watched_step(
-    machine: Machine, file: Path | None = None, **options: Any
-) -> tuple[VirtualClock, Averages, dict[str, Row]]:
-    """The second step, as the clock saw it and as the timeline saw it."""
-    options.setdefault("eps_update", "serial")
-    torch.manual_seed(0)
-    model = Stack(machine.layers)
-    trace = None if file is None else str(file)
-    config = L2LConfig(device="sim", ubatch_size=machine.rows, layer_classes=("Block",), trace=trace, **options)
-    eps = attach_l2l(model, config)
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
-    model(x).backward()
-    optimizer.step()
-    eps.synchronize()
-    eps.timeline.averages()
-    first = rows_of(file) if file is not None else {}
-    with virtual_clock(machine.costs()) as clock, engine_on_clock(clock, eps):
-        eps.timeline.begin_trace(0.0)  # the step before was on another clock
-        eps.timeline.watch()
-        model(x).backward()
-        optimizer.step()
-        averages = eps.timeline.averages()
-    assert averages is not None and averages.steps == 1
-    rows = rows_of(file) if file is not None else {}
-    new = {name: [span for span in spans if span not in first.get(name, [])] for name, spans in rows.items()}
-    eps.timeline.close()
-    return clock, averages, new
+class Watched:
+    """A model that has made a step, on the virtual clock and with a trace: what the clock and the timeline say of the
+    steps that it makes then, which begin at 0."""
+
+    def __init__(self, machine: Machine, file: Path, **options: Any) -> None:
+        self.machine, self.file = machine, file
+        options = {"ubatch_size": machine.rows, "layer_classes": ("Block",), "trace": str(file), **options}
+        self.model, self.eps, self.optimizer, _ = attach(Stack(machine.layers), **options)
+        self.x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
+        self.step()
+        self.eps.synchronize()
+        self.eps.timeline.averages()
+        self.earlier = rows_of(file)
+
+    def step(self) -> None:
+        self.model(self.x).backward()
+        self.optimizer.step()
+
+    def timed(self, count: int) -> tuple[VirtualClock, float, Averages]:
+        """Make so many steps; the clock, when the last one began, and the timeline's averages of that."""
+        with virtual_clock(self.machine.costs()) as clock, engine_on_clock(clock, self.eps):
+            self.eps.timeline.begin_trace(0.0)  # the step before was on another clock
+            self.eps.timeline.watch()
+            for _ in range(count):
+                begun = clock.now
+                self.step()
+                averages = self.eps.timeline.averages()
+            assert averages is not None and averages.steps == 1
+            assert averages.step_s == pytest.approx(clock.now - begun)
+            self.computed = clock.busy("compute", begun, clock.now)
+            self.eps.synchronize()
+        self.eps.timeline.close()
+        return clock, begun, averages
+
+    def rows(self, begun: float) -> dict[str, Row]:
+        """All spans that end after `begun`, which is their time 0."""
+        return {
+            name: [
+                (what, start - begun, end - begun)
+                for what, start, end in spans
+                if (what, start, end) not in self.earlier.get(name, []) and end > begun + 1e-6
+            ]
+            for name, spans in rows_of(self.file).items()
+        }
+
+
+def watched_step(machine: Machine, file: Path, **options: Any) -> tuple[VirtualClock, Averages, dict[str, Row]]:
+    """One step, as the clock saw it and as the timeline saw it."""
+    watched = Watched(machine, file, **{"eps_update": "serial", **options})
+    clock, begun, averages = watched.timed(1)
+    return clock, averages, watched.rows(begun)
 
 
 def background_step(machine: Machine, file: Path, mode: str) -> tuple[float, Averages, dict[str, Row]]:
     """A step during which the one before is still updated: the seconds computed in it, what the timeline says of it,
-    and all spans since it began, which is their time 0."""
-    torch.manual_seed(0)
-    model = Stack(machine.layers)
-    options: dict[str, Any] = {"ubatch_size": machine.rows, "layer_classes": ("Block",), "eps_update": mode}
-    eps = attach_l2l(model, L2LConfig(device="sim", trace=str(file), **options))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
-    model(x).backward()
-    optimizer.step()
-    eps.synchronize()
-    eps.timeline.averages()
-    first = rows_of(file)
-    with virtual_clock(machine.costs()) as clock, engine_on_clock(clock, eps):
-        eps.timeline.begin_trace(0.0)  # the step before was on another clock
-        eps.timeline.watch()
-        model(x).backward()
-        optimizer.step()
-        eps.timeline.averages()
-        begun = clock.now
-        model(x).backward()
-        optimizer.step()
-        averages = eps.timeline.averages()
-        computed = clock.busy("compute", begun, clock.now)
-        assert averages is not None and averages.step_s == pytest.approx(clock.now - begun)
-        eps.synchronize()
-    eps.timeline.close()
-    rows = {
-        name: [
-            (span[0], span[1] - begun, span[2] - begun)
-            for span in spans
-            if span not in first.get(name, []) and span[2] > begun + 1e-6
-        ]
-        for name, spans in rows_of(file).items()
-    }
-    return computed, averages, rows
+    and all spans since it began."""
+    watched = Watched(machine, file, eps_update=mode)
+    _, begun, averages = watched.timed(2)
+    return watched.computed, averages, watched.rows(begun)
 
 
 @pytest.mark.parametrize("machine", [SHORT, LINK_BOUND], ids=["V100", "link-bound"])
@@ -159,15 +152,18 @@ def test_copies_of_the_stash_name_their_layers(tmp_path):
 
 @pytest.mark.parametrize(
     ("machine", "options"),
-    [(SHORT, {"stash": "host"}), *more((SHORT, {}), (SHORT, {"prefetch": False}), (LINK_BOUND, {"stash": "host"}))]
-    + [(LINK_BOUND, {}), (LINK_BOUND, {"prefetch": False})],
+    combinations((SHORT, LINK_BOUND), ({}, {"stash": "host"}, {"prefetch": False}, {"gradient_slots": 1}), together=1),
 )
-def test_a_step_is_what_is_computed_and_what_is_waited_for(machine, options, tmp_path):
+def test_a_step_is_what_is_computed_and_what_is_waited_for_and_looking_takes_no_time(machine, options, tmp_path):
+    """Events alone are recorded; nothing waits in order to be measured."""
     clock, averages, rows = watched_step(machine, tmp_path / "trace.json", **options)
     waits = averages.upload_s + averages.download_s + averages.eps_s
     assert clock.busy("compute") + waits == pytest.approx(averages.step_s)
     assert busy(rows["waits"]) == pytest.approx(waits)
     assert averages.eps_s == pytest.approx(machine.optimizer_s, rel=0.01)
+    unwatched = timed_step(machine, **{"eps_update": "serial", **options})
+    assert clock.end == pytest.approx(unwatched.end)
+    assert sweeps_s(clock) == pytest.approx(sweeps_s(unwatched))
 
 
 def test_waits_of_a_step_bound_by_the_link(tmp_path):
@@ -195,7 +191,7 @@ def slow_update(transfer_s: float) -> Machine:
     return Machine(layers=8, ubatches=2, forward_s=FORWARD_S / 2, transfer_s=transfer_s, optimizer_s=8 * UPDATE_S)
 
 
-@pytest.mark.parametrize("transfer_s", [1.0, *more(4.0), 7.0], ids="a layer travels for {} s".format)
+@pytest.mark.parametrize("transfer_s", [1.0, 7.0, *more(4.0)], ids="a layer travels for {} s".format)
 def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path):
     """A layer begins when it has been updated and has travelled. What the updates add to that is the EPS's."""
     _, averages, rows = background_step(slow_update(transfer_s), tmp_path / "t.json", "deferred")
@@ -207,6 +203,13 @@ def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path
     assert averages.upload_s == pytest.approx(transfer_s + 7 * (slower - FORWARD_S) + backward)
     assert averages.bound == ("link" if averages.upload_s + averages.download_s > averages.eps_s else "host update")
     assert transfer_s == 7.0 or averages.bound == "host update"
+    names = [f"the update of blocks.{layer}" for layer in range(8)]
+    updates = rows["host update"]
+    assert [name for name, *_ in updates] == names * 2  # of the step before and of this one, which ends after it
+    assert [end - start for _, start, end in updates] == pytest.approx([UPDATE_S] * 16)
+    ends = {name: end for name, _, end in updates[:8]}
+    waits = [(name, end) for name, _, end in rows["waits"] if name in ends and end <= ends[names[-1]] + 1e-6]
+    assert waits == [(name, pytest.approx(ends[name])) for name in names]
 
 
 def test_an_eager_update_is_under_the_backward(tmp_path):
@@ -224,8 +227,8 @@ def test_an_eager_update_is_under_the_backward(tmp_path):
 @pytest.mark.parametrize(
     ("mode", "machine"),
     [("deferred", slow_update(7.0)), ("eager", LINK_BOUND)]
-    + [*more(*((mode, machine) for mode in ("deferred", "eager") for machine in (SHORT, slow_update(1.0))))],
-    ids=["deferred", "eager", *more(*(f"more {n}" for n in range(4)))],
+    + list(more(*itertools.product(("deferred", "eager"), (SHORT, slow_update(1.0))))),
+    ids=lambda each: each if isinstance(each, str) else f"{each.layers} layers",
 )
 def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
     computed, averages, rows = background_step(machine, tmp_path / "t.json", mode)
@@ -234,8 +237,7 @@ def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
     in_step = [span for span in rows["waits"] if span[1] < averages.step_s - 1e-6]
     assert busy(in_step) == pytest.approx(waits)
     for name, spans in rows.items():
-        for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False):
-            assert end <= start + 1e-6, name
+        assert all(one[2] <= other[1] + 1e-6 for one, other in itertools.pairwise(spans)), name
 
 
 def test_inputs_that_travel_are_waited_for_beside_the_update_of_the_shell():
@@ -264,34 +266,12 @@ def test_inputs_that_travel_are_waited_for_beside_the_update_of_the_shell():
     assert computed + waits == pytest.approx(averages.step_s, abs=0.1 * inputs_s)
 
 
-def test_each_part_has_a_span_and_each_wait_says_for_which(tmp_path):
-    _, _, rows = background_step(slow_update(1.0), tmp_path / "t.json", "deferred")
-    names = [f"the update of blocks.{layer}" for layer in range(8)]
-    updates = rows["host update"]
-    assert [name for name, *_ in updates] == names * 2  # of the step before and of this one, which ends after it
-    assert [end - start for _, start, end in updates] == pytest.approx([UPDATE_S] * 16)
-    ends = {name: end for name, _, end in updates[:8]}
-    waits = [(name, end) for name, _, end in rows["waits"] if name in ends and end <= ends[names[-1]] + 1e-6]
-    assert waits == [(name, pytest.approx(ends[name])) for name in names]
-
-
 @pytest.mark.parametrize("mode", ["deferred", *more("eager")])
 def test_the_example_waits_for_the_first_layer_alone(mode, tmp_path):
     """The papers' trailing update: nothing is left that it could be under."""
     _, averages, _ = background_step(SHORT, tmp_path / "t.json", mode)
     assert averages.eps_s == pytest.approx(V100.optimizer_s / V100.layers)
     assert averages.bound == "compute"
-
-
-@pytest.mark.parametrize(
-    "options", [{"stash": "host"}, *more({}, {"prefetch": False}, {"gradient_slots": 1})], ids=str
-)
-def test_looking_takes_no_time(options, tmp_path):
-    """Events alone are recorded; nothing waits in order to be measured."""
-    clock, _, _ = watched_step(LINK_BOUND, tmp_path / "trace.json", **options)
-    unwatched = timed_step(LINK_BOUND, **{"eps_update": "serial", **options})
-    assert clock.end == pytest.approx(unwatched.end)
-    assert sweeps_s(clock) == pytest.approx(sweeps_s(unwatched))
 
 
 def test_nothing_is_recorded_without_a_request(monkeypatch):
