@@ -10,6 +10,7 @@ import torch
 
 from hf_l2l.runtime import stream
 from models import assert_same_bits
+from tiers import more
 from training import tiny_bert, weights_after
 
 SIM = torch.device("sim", 0)
@@ -58,7 +59,7 @@ def made(bare, monkeypatch):
     return Torch.made
 
 
-OPTIONS = [{}, {"stash": "host", "ubatch_size": 2}, {"cmp": "bf16", "eps_update": "eager", "clips": False}]
+OPTIONS = [{"stash": "host", "ubatch_size": 4}, *more({}, {"cmp": "bf16", "eps_update": "eager", "clips": False})]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

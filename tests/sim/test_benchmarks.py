@@ -48,6 +48,7 @@ def test_host_bytes_and_peaks_of_every_setting(capsys):
     assert "| fp32 | 16.00 |" in capsys.readouterr().out
 
 
+@nightly
 def test_a_model_that_fits_whole_is_compared_with_the_trainer(tmp_path: Path, capsys):
     asked = "--layers 2 --hidden 64 --batch 2 --tokens 8 --pairs 1 --steps 4".split()
     found = resident.main([*asked, "--rows", str(tmp_path / "rows.jsonl")])
@@ -55,6 +56,7 @@ def test_a_model_that_fits_whole_is_compared_with_the_trainer(tmp_path: Path, ca
     assert capsys.readouterr().out.splitlines()[-3].startswith("ratio ")
 
 
+@nightly
 def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_path: Path, capsys):
     pairs = [{"sentence1": row["sentence"], "sentence2": "it is good", "label": row["label"]} for row in ROWS]
     (tmp_path / "rte").mkdir()

@@ -94,12 +94,13 @@ def is_possible(mode: str, family: str) -> bool:
 @pytest.mark.parametrize(
     ("mode", "family", "count", "steps"),
     [
-        *(("fp16", "gpt2", 2, 3), ("kept", "bert", 2, 2), ("whole batch", "albert", 2, 2)),
+        *(("fp16", "gpt2", 2, 2), ("whole batch", "albert", 2, 1)),
         *more(
             *combinations(
                 MODES, pipelined.FAMILIES, (2, 3, 4), (3,), where=lambda mode, family, *_: is_possible(mode, family)
             )[::24],
             ("bf16 host", "t5", 3, 20),
+            ("kept", "bert", 2, 2),
         ),
     ],
 )
@@ -111,7 +112,7 @@ def test_layers_in_turn_have_the_bits_of_one_device(mode, family, count, steps):
 
 @pytest.mark.parametrize("why", WAITS)
 def test_every_wait_is_needed(why, monkeypatch):
-    modes = ["device"] if why in OF_DEVICES else ["device", "host, one slot"]
+    modes = ["device"] if why in OF_DEVICES else ["host, one slot", *more("device")]
     wanted = [on_one("t5", mode) for mode in modes]
     wait, found = stream.wait, set()
 
@@ -128,9 +129,9 @@ def test_every_wait_is_needed(why, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(times(1, 12)))
-@pytest.mark.parametrize("mode", ["host", *more("device", "host stash")])
+@pytest.mark.parametrize("mode", ["host, one slot", *more("host", "device", "host stash")])
 def test_when_copies_land_changes_no_bit(seed, mode):
-    family = ("bert", "t5", "albert")[seed % 3]
+    family = ("t5", "bert", "albert")[seed % 3]
     with random_landing(seed):
         found = trained(model_of(family), 3, steps=2, **MODES[mode])
     assert not found.differences(on_one(family, mode))
@@ -139,7 +140,7 @@ def test_when_copies_land_changes_no_bit(seed, mode):
 # ---- from device to device
 
 
-@pytest.mark.parametrize(("family", "mode"), [("bert", "bf16 host"), *more(("t5", "device"), ("bert", "device"))])
+@pytest.mark.parametrize(("family", "mode"), [("gpt2", "device"), *more(("t5", "device"), ("bert", "bf16 host"))])
 def test_devices_without_peer_access_pass_rows_through_the_host(family, mode, caplog, monkeypatch):
     """And those that read the memory of another one wrongly."""
     caplog.set_level(logging.DEBUG, "hf_l2l")
@@ -166,7 +167,8 @@ class Broken(Exception):
 @pytest.mark.parametrize(
     ("sweep", "number", "stash"),
     [
-        *(("forward", 1, "host"), ("backward", 1, "device")),
+        ("backward", 1, "device"),
+        *more(("forward", 1, "host")),
         *more(*((sweep, number, "host") for sweep in ("forward", "backward") for number in (0, 4))),
     ],
 )
@@ -262,7 +264,7 @@ def test_evaluation_and_generation_are_those_of_one_device(family):
             found.append((count, model(**batch).logits.cpu()))
         ids = {k: v for k, v in batch.items() if k != "labels"}
         for beams in (1, 2):
-            tokens = model.generate(**ids, max_new_tokens=5, num_beams=beams, do_sample=False)
+            tokens = model.generate(**ids, max_new_tokens=3, num_beams=beams, do_sample=False)
             found.append((count, tokens.cpu()))
         detach_l2l(model)
     one, three = ([t for n, t in found if n == count] for count in (1, 3))

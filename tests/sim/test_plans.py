@@ -227,9 +227,8 @@ def virtual_seconds(config: L2LConfig, given: Rates, *, layers: int, rows: int) 
 @pytest.mark.parametrize(
     "name",
     [
-        "balanced",
         "resident layers, host",
-        *more(*(n for n in CASES if n not in ("balanced", "resident layers, host"))),
+        *more(*(n for n in CASES if n != "resident layers, host")),
     ],
 )
 def test_steps_take_the_time_of_the_model(name):

@@ -48,7 +48,7 @@ def test_verify_runs_the_layers_there(tmp_path, capsys):
     """And on the CPU beside it, unless it is asked for."""
     before = torch.sim.max_memory_allocated()
     torch.sim.reset_peak_memory_stats()
-    source = written(tmp_path, LLAMA)
+    source = written(tmp_path, LLAMA, num_hidden_layers=2)
     found = ran(capsys, "verify", source, "--device", "sim", "--json")
     assert found.status == 0 and (found.json["device"], found.json["status"]) == ("sim:0", "green")
     for name in ("gradients", "generate"):

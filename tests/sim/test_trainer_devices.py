@@ -29,7 +29,9 @@ def _two() -> Iterator[None]:
 
 
 def run(folder, **options: Any) -> hf.Trainer:
-    made = l2l_trainer(folder, **{"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **options})
+    made = l2l_trainer(
+        folder, model=tiny_bert(layers=2), **{"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **options}
+    )
     made.train()
     return made
 
@@ -45,7 +47,7 @@ def test_two_devices_run_as_one_with_twice_the_rows(tmp_path, merges):
     attach_l2l(both.model, L2LConfig(device=["sim:0", "sim:1"], ubatch_size=2))  # as it is attached already
     assert both.args.n_gpu == 2 and both.args.train_batch_size == 8 == one.args.train_batch_size
     assert_same_run(both, one)
-    resumed = l2l_trainer(tmp_path / "resumed", max_steps=2, l2l_devices=1, **common)
+    resumed = l2l_trainer(tmp_path / "resumed", model=tiny_bert(layers=2), max_steps=2, l2l_devices=1, **common)
     resumed.train(resume_from_checkpoint=str(tmp_path / "both" / "checkpoint-1"))
     assert_same_tensors(resumed.model.state_dict(), both.model.state_dict())
 
@@ -60,14 +62,16 @@ def _figures(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("_figures")
 def test_a_budget_is_that_of_each_device(tmp_path):
     """The smallest one that is enough for each; less is refused."""
-    enable_simulated_accelerator("1MB", devices=2)
-    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=2, device_memory_budget="400KiB")
     settled_memory()
+    before = [torch.sim.memory_allocated(number) for number in range(2)]  # of other modules
+    enable_simulated_accelerator(10**6 + max(before), devices=2)
+    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=2, device_memory_budget="400KiB")
     for number in range(2):
         torch.accelerator.reset_peak_memory_stats(torch.device("sim", number))
     made.train()
     held = [torch.accelerator.memory_stats(torch.device("sim", n))["allocated_bytes.all.peak"] for n in range(2)]
-    assert 0 < max(held) <= min(400 * 1024, plan_of(made).peak_bytes * 1.03)
+    used = max(after - earlier for after, earlier in zip(held, before, strict=True))
+    assert 0 < used <= min(400 * 1024, plan_of(made).peak_bytes * 1.03)
     with pytest.raises(ValueError, match="device_memory_budget"):
         l2l_trainer(tmp_path / "less", per_device_train_batch_size=4, device_memory_budget="10KiB").train()
 
@@ -102,8 +106,8 @@ def test_the_search_for_overflows_is_no_matter_of_several_devices(tmp_path, caps
     """transformers refuses it for the replicas of `DataParallel`. It looks into each layer on its device."""
 
     def trainer(**more: Any) -> hf.Trainer:
-        options = {"debug": "underflow_overflow", "per_device_train_batch_size": 4, "max_steps": 1, "ubatch_size": 2}
-        made = l2l_trainer(tmp_path, **options, **more)
+        options = {"debug": "underflow_overflow", "per_device_train_batch_size": 4, "max_steps": 1, "ubatch_size": 4}
+        made = l2l_trainer(tmp_path, **{"model": tiny_bert(layers=2), **options, **more})
         made.train_dataset = [{k: v for k, v in row.items() if k != "attention_mask"} for row in made.train_dataset]
         return made  # it cannot look into the boolean masks that layers get otherwise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import time
 from collections import Counter
 from typing import Any
@@ -20,10 +21,10 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.rows.host_rows import host_of
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
-from models import assert_same_bits, attached, batch_for, gradients, train_once
-from runs import attach, config_for
+from models import Toy, assert_same_bits, attached, batch_for, gradients, train_once
+from runs import OPTIMIZERS, attach, config_for
 from scenarios import SCENARIOS, Case
-from tiers import combinations, more
+from tiers import more
 from training import settled_memory, tiny_bert
 
 
@@ -98,15 +99,13 @@ COPIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", COPIES, ids=str)
 def test_a_layer_travels_in_one_copy_each_way(options):
     layers = 4
-    model = tiny_bert(dropout=0.0, layers=layers)
-    eps = attach_l2l(model, L2LConfig(device="sim", **options))
-    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    model, eps, optimizer, batch = attach(Toy(layers, tied=False), OPTIMIZERS["SGD"], **options)
     for _ in range(2):
-        train_once(model, batch_for(model))
+        train_once(model, batch)
         optimizer.step()
     eps.synchronize()
     with virtual_clock(Costs(link_bytes_per_s=1e9, flop_per_s=1e9, host_bytes_per_s=1e9)) as clock:
-        train_once(model, batch_for(model))
+        train_once(model, batch)
     copies = Counter((task.lane, task.stream == "the default stream") for task in clock.tasks)
     non_layer = sum(not master.layer_number for master in eps.masters.all())
     assert copies["upload", False] == non_layer + layers + layers - 2  # two stay in their slots between the sweeps
@@ -162,7 +161,7 @@ def test_a_layer_without_elements_to_train_travels():
     assert model[1].empty.grad.shape == (0, 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"cmp": "bf16"}], ids=str)
+@pytest.mark.parametrize("options", [{"cmp": "bf16"}, *more({})], ids=str)
 def test_a_layer_travels_in_one_copy_again_after_it_has_changed(options):
     model = bert_on_sim(layers=2, **options)
     layers, eps = list(model.bert.encoder.layer), relay_of(model).eps
@@ -185,13 +184,13 @@ def test_a_layer_travels_in_one_copy_again_after_it_has_changed(options):
     assert whole()
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, *more(1)])
 def test_slots_are_of_the_largest_layer_and_stay(count):
     model = bert_on_sim(layers=3, gradient_slots=count)
     layer = model.bert.encoder.layer[1]
     layer.bert_extra = nn.Parameter(torch.zeros(1000))  # never used: it has room in a slot and no gradient
     padded = [sum(-(-p.nbytes // 256) * 256 for p in each.parameters()) for each in model.bert.encoder.layer]
-    for step in range(5):
+    for step in range(4):
         model.zero_grad()
         train_once(model, batch_for(model))
         weights, sums = slot_bytes(model)
@@ -215,7 +214,9 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize(("which", "frozen"), combinations([0, 2, 3], [False, True], together=1))
+@pytest.mark.parametrize(
+    ("which", "frozen"), [(2, True), *more((2, False), *itertools.product([0, 3], [False, True]))]
+)
 def test_a_layer_that_grows_after_attach_trains(which, frozen):
     model, plain = pair(prefetch=True)
     train_as_plain(model, plain)
@@ -246,7 +247,11 @@ def test_parameters_that_are_unfrozen_later_get_their_gradients():
 
 @pytest.mark.parametrize(
     ("frozen", "options"),
-    combinations([[1], [0, 2], [3], [0, 1, 2, 3]], [{}, {"gradient_slots": 1}, {"stash": "host"}], together=1),
+    [
+        ([0, 2], {"gradient_slots": 1}),
+        ([3], {"stash": "host"}),
+        *more(*itertools.product([[1], [0, 1, 2, 3]], [{}, {"gradient_slots": 1}, {"stash": "host"}])),
+    ],
 )
 def test_frozen_layers_in_between_get_none(frozen, options):
     model, plain = pair(**options)
@@ -366,14 +371,14 @@ def rooms(model: nn.Module) -> int:
 
 
 def test_equal_batches_use_the_same_rooms_again():
-    model = bert_on_sim(stash="host", ubatch_size=3)
-    for _ in range(4):
+    model = bert_on_sim(layers=2, stash="host", ubatch_size=3)
+    for _ in range(3):
         train_once(model, batch_for(model))
-        assert rooms(model) == 5  # one per layer, and the attention mask that the first one is given
+        assert rooms(model) == 3  # one per layer, and the attention mask that the first one is given
     assert all(room.is_free for room in relay_of(model).stash.tiers._host._rooms)
 
 
-@pytest.mark.parametrize("lengths", [[2, 5, 9, 15], [9, 2, 15, 3, 9], *more([15, 9, 5, 2], [2, 15, 2, 15])], ids=str)
+@pytest.mark.parametrize("lengths", [[9, 2, 15, 3], *more([2, 5, 9, 15], [15, 9, 5, 2], [2, 15, 2, 15])], ids=str)
 def test_batches_of_changing_length_take_no_more_rooms(lengths):
     model = bert_on_sim(layers=2, stash="host")
     train_once(model, of_length(model, 15))
@@ -408,7 +413,7 @@ def test_forwards_without_a_backward_take_nothing(held):
     model = bert_on_sim(layers=2, stash="host")
     seen, loss = set(), None
     settled_memory()  # of models of other tests
-    for turn in range(20):
+    for turn in range(8):
         new = model(**batch_for(model)).loss
         loss = new if held else None
         del new
@@ -418,12 +423,17 @@ def test_forwards_without_a_backward_take_nothing(held):
     assert (loss is not None) == held
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+FAILING = ("failing_hook", "retained_graph", "interrupted", "frozen_later", "resumed")
+"""Programs after which something is most easily left."""
+
+
+@pytest.mark.parametrize("name", [*FAILING, *more(*(name for name in SCENARIOS if name not in FAILING))])
 def test_no_program_takes_more_and_more(name):
-    made = attach(stash="host", gradient_slots=1)
-    case = Case(*made, config_for(made[0], device="sim", ubatch_size=3, stash="host", gradient_slots=1))
+    options = {"ubatch_size": 4, "stash": "host", "gradient_slots": 1}
+    made = attach(Toy(2), **options)
+    case = Case(*made, config_for(made[0], device="sim", **options))
     seen = []
-    for _ in range(5):
+    for _ in range(4):
         case.model.requires_grad_(True)
         case.optimizer.zero_grad()
         SCENARIOS[name](case)
