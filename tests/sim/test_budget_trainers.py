@@ -77,28 +77,24 @@ def losses(made: Any) -> list[float]:
 # ---- under the Trainer
 
 
-def test_a_model_that_fits_is_trained_as_with_plain_trainer(tmp_path):
-    plain = trainer(hf.Trainer, tmp_path / "plain", model=bert(), max_steps=2)
+def test_auto_is_the_default_and_a_model_that_fits_is_trained_as_with_plain_trainer(tmp_path):
+    """Evaluations and later trainings have the same plan; without a limit there is nothing to plan for."""
+    args = arguments(hf.TrainingArguments, tmp_path, max_steps=1)
+    plain = hf.Trainer(bert(), args, train_dataset=rows())
+    torch.manual_seed(0)
     plain.train()
     plain.model.to("cpu")
     inner_optimizer(plain).state.clear()
     settled_memory()
-    made = planned(tmp_path / "ours", "auto", max_steps=2)
-    made.train()
-    assert plan_of(made).config.resident == "all"
-    for found, expected in zip(logs(made), logs(plain), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_auto_is_the_default_of_the_trainer(tmp_path):
-    """Evaluations and later trainings have the same plan; without a limit there is nothing to plan for."""
-    args = arguments(hf.TrainingArguments, tmp_path, max_steps=1)
     made = L2LTrainer(bert(), args, train_dataset=rows(), eval_dataset=rows(16))
     before = made.evaluate()["eval_loss"]
     assert plan_of(made) is None
+    torch.manual_seed(0)
     made.train()
+    for found, expected in zip(logs(made), logs(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
     plan, eps = plan_of(made), made.eps
-    assert plan.budget == int(0.9 * 2**23)
+    assert plan.budget == int(0.9 * 2**23) and plan.config.resident == "all"
     assert made.evaluate()["eval_loss"] != before and made.eps is eps
     made.train()
     assert (made.eps, plan_of(made)) == (eps, plan)
@@ -111,20 +107,16 @@ def test_auto_is_the_default_of_the_trainer(tmp_path):
 @pytest.mark.parametrize(("budget", "room"), [("560KiB", 560), *more(("1MiB", 1024), ("auto", 8192))])
 def test_autocast_keeps_inside_the_budget(tmp_path, budget, room):
     """On a device that has no more, with the losses of the same options set by hand."""
-    settled_memory()
-    enable_simulated_accelerator(f"{room}KiB")
+    before = settled_memory()
+    enable_simulated_accelerator(before + room * KIB)
     torch.accelerator.reset_peak_memory_stats()
     made = planned(tmp_path / "planned", budget, bf16=True)
     made.train()
     plan = plan_of(made)
     assert plan.peak_bytes <= plan.budget <= room * KIB
-    assert 0.9 < peak_of(made) / plan.peak_bytes < 1.03
+    assert 0.9 < (peak_of(made) - before) / plan.peak_bytes < 1.03
     detach_l2l(made.model)
     enable_simulated_accelerator("8MiB")
-    without = planned(tmp_path / "fp32", budget)
-    without.train()
-    assert plan_of(without).peak != plan.peak
-    detach_l2l(without.model)
     by_hand = planned(tmp_path / "by hand", "off", bf16=True, **{argument(k): v for k, v in plan.chosen.items()})
     by_hand.train()
     assert plan_of(by_hand) is None and losses(made) == losses(by_hand)
@@ -135,11 +127,13 @@ def test_it_tells_what_was_chosen_and_what_was_measured(tmp_path, caplog):
     hf.utils.logging.enable_propagation()
     try:
         with caplog.at_level(logging.INFO):
-            planned(tmp_path, "1MiB", model=tiny_bert(layers=2, width=64), max_steps=20, ubatch_size=8).train()
+            options: dict[str, Any] = {"max_steps": 20, "ubatch_size": 8, "eval_strategy": "epoch"}
+            planned(tmp_path, "1MiB", model=tiny_bert(layers=2, width=64), **options).train()
     finally:
         hf.utils.logging.set_verbosity_warning()
         hf.utils.logging.disable_propagation()
     assert "plan for 1.0 MiB of device memory: " in caplog.text and "measured in 20 steps: " in caplog.text
+    assert "evaluations" not in caplog.text
 
 
 def test_larger_evaluations_are_told_of(tmp_path, caplog):
@@ -148,8 +142,6 @@ def test_larger_evaluations_are_told_of(tmp_path, caplog):
     made = planned(tmp_path, "560KiB", eval_strategy="epoch", per_device_eval_batch_size=128)
     try:
         with caplog.at_level(logging.WARNING):
-            planned(tmp_path, "1MiB", eval_strategy="epoch").train()
-            assert "evaluations" not in caplog.text
             made.train()
             made.evaluate(rows(8))
             assert "more than the budget" not in caplog.text and "has taken more" not in caplog.text
@@ -198,8 +190,8 @@ def test_what_the_program_has_attached_stays_unless_it_has_the_same_budget(tmp_p
     "second",
     [
         {"device_memory_budget": "off", "l2l_resident": "all", "l2l_resident_update": "device"},
-        {"cmp": "bf16"},
         *more(
+            {"cmp": "bf16"},
             {"device_memory_budget": "off", "ubatch_size": 2, "stash": "host"},
             {"device_memory_budget": "600KiB", "eps_update": "deferred"},
         ),
@@ -229,7 +221,7 @@ def test_another_trainer_with_other_options_plans_and_trains_as_with_a_new_model
 
 
 def test_a_training_that_was_refused_is_planned_when_it_is_tried_again(tmp_path):
-    held = torch.empty(4 * 2**20, dtype=torch.uint8, device="sim")
+    held = torch.empty(4 * 2**20 - settled_memory(), dtype=torch.uint8, device="sim")
     made = planned(tmp_path, "auto")
     with pytest.raises(ValueError, match=r"7.2 MiB, and 4.0 MiB are free on sim:0, where .* itself holds 4.0 MiB"):
         made.train()
@@ -238,23 +230,26 @@ def test_a_training_that_was_refused_is_planned_when_it_is_tried_again(tmp_path)
     assert plan_of(made) is not None
 
 
+def longer_rows(made: Any) -> None:
+    made.train_dataset = [{k: v * 2 if isinstance(v, list) else v for k, v in row.items()} for row in rows()]
+
+
+def fewer_rows(made: Any) -> None:
+    made.args.per_device_train_batch_size = made._train_batch_size = 4
+
+
 def test_what_has_changed_since_is_planned_for(tmp_path):
-    """Rows of a batch, parameters that are frozen no more, longer rows, and a budget that is turned off."""
+    """Parameters that are frozen no more, other rows, and a budget that is turned off."""
     model = bert()
     model.bert.requires_grad_(False)
     made = planned(tmp_path, "1MiB", model=model)
     made.train()
     plans = [plan_of(made)]
-    made.train_dataset = [{k: v * 2 if isinstance(v, list) else v for k, v in row.items()} for row in rows()]
-    made.train()
-    plans.append(plan_of(made))
-    model.requires_grad_(True)
-    made.train()
-    plans.append(plan_of(made))
-    made.args.per_device_train_batch_size = made._train_batch_size = 4
-    made.train(resume_from_checkpoint=False)
-    plans.append(plan_of(made))
-    assert len({each.peak_bytes for each in plans}) == 4
+    for change in (lambda _: model.requires_grad_(True), *more(longer_rows, fewer_rows)):
+        change(made)
+        made.train()
+        plans.append(plan_of(made))
+    assert len({each.peak_bytes for each in plans}) == len(plans)
     made.args.device_memory_budget = "off"
     made.train()
     attached = attachment_of(model)
@@ -284,7 +279,7 @@ def test_changed_layers_are_planned_for(tmp_path):
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             if state.global_step == 1:
-                model.bert.encoder.layer.extend(bert().bert.encoder.layer)
+                model.bert.encoder.layer.append(bert().bert.encoder.layer[0])
                 held.append(torch.empty(7200 * KIB, dtype=torch.uint8, device="sim"))
 
     made = planned(tmp_path, "700KiB", callbacks=[Grow()], **{**SAVING, "max_steps": 2})
@@ -298,6 +293,7 @@ def test_changed_layers_are_planned_for(tmp_path):
 # ---- what is planned
 
 
+@nightly
 def test_activation_checkpointing_changes_nothing_of_the_plan(tmp_path):
     plain = planned(tmp_path / "plain", "560KiB")
     plain.train()
@@ -330,9 +326,9 @@ def test_a_batch_that_does_not_fit_is_halved_and_planned_again(tmp_path, monkeyp
 
     training_step.__module__ = step.__module__  # it calls the model as that one does
     monkeypatch.setattr(L2LTrainer, "training_step", training_step)
-    made = planned(tmp_path, "1MiB", per_device_train_batch_size=16, auto_find_batch_size=True)
+    made = planned(tmp_path, "1MiB", per_device_train_batch_size=8, auto_find_batch_size=True)
     made.train()
-    assert made._train_batch_size < 16
+    assert made._train_batch_size < 8
     assert seen[0] is not seen[1] is plan_of(made)
 
 
@@ -353,7 +349,7 @@ def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, monkeypatch
         raise LookupError("a fault")
 
     for what in ("compute_loss", "streamed", "label_smoothing_factor", "a fault"):
-        for budget in ("auto", "1MiB"):
+        for budget in ("1MiB", *(["auto"] if what in ("compute_loss", "a fault") else more("auto"))):
             smoothing = {"label_smoothing_factor": 0.1} if "smoothing" in what else {}
             made = planned(tmp_path, budget, Own if what == "compute_loss" else L2LTrainer, **smoothing)
             if what == "streamed":
@@ -383,6 +379,7 @@ def test_an_error_outside_the_layers_names_what_was_larger_than_planned(tmp_path
 # ---- resumes
 
 
+@nightly
 def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, machine, caplog):
     """To the bit, though the machine has become a faster one. With another budget, it is planned again, with a
     warning, and trains on all the same."""
@@ -401,7 +398,7 @@ def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, machine, caplog)
     for each in (whole, fresh, resumed):
         detach_l2l(each.model)
     settled_memory()
-    for budget in ("520KiB", *more("auto", "off", None)):
+    for budget in ("520KiB", "auto", "off", None):
         if budget is None:
             other = trainer(hf.Trainer, tmp_path / "plain", model=bert(), **SAVING)
         else:
@@ -455,7 +452,7 @@ def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tm
     options: dict[str, Any] = {"device_memory_budget": "400KiB", "per_device_train_batch_size": 6, "ubatch_size": 2}
     model = tiny_llama(layers=2, hidden_size=32)
     made = accumulating(
-        tmp_path / "out", model=model, data=ragged(longest=32, shortest=24), max_steps=1, stash="device", **options
+        tmp_path / "out", model=model, data=ragged(longest=12, shortest=9), max_steps=1, stash="device", **options
     )
     assert train(made) == []
     assert plan_of(made).batches == 1
@@ -479,13 +476,13 @@ def test_growing_batches_are_planned_once(tmp_path, monkeypatch, machine):
         "l2l_noise_scale_every": "1",
     }
     runs = []
-    for checkpoint in ([], [str(tmp_path / "checkpoint-5")]):
+    for checkpoint in ([], *more([str(tmp_path / "checkpoint-5")])):
         made = accumulating(tmp_path, of_trainer={"callbacks": [L2LBatchGrowth(16)]}, **options)
         seen = forwards(made)
         train(made, *checkpoint)
         assert plan_of(made).batches in (1, 8) and seen
         runs.append(made)
-    whole, again = runs
+    whole, again = runs[0], runs[-1]
     assert whole.args.gradient_accumulation_steps == 2 and whole.state.global_step < 10
     assert plan_of(again) == plan_of(whole)
     assert_same_run(again, whole)
