@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from collections import UserDict
 from types import MappingProxyType
 from typing import Any
@@ -170,16 +169,6 @@ def test_a_model_larger_than_the_device_trains():
     assert relative_error(gradients(model), expected) <= TOLERANCE[torch.float32]
 
 
-def memory_is_back_at(num_bytes: int) -> bool:
-    """Whether the device holds `num_bytes`, once the frames of an error are gone and the device's thread let go."""
-    for _ in range(100):
-        gc.collect()
-        if torch.sim.memory_allocated() == num_bytes:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_a_first_step_after_running_out_of_memory_equals_a_fresh_one():
     model = tiny_bert(dropout=0.0, layers=2)
     batch = batch_for(model)
@@ -194,7 +183,7 @@ def test_a_first_step_after_running_out_of_memory_equals_a_fresh_one():
                 train_once(model, batch)
         finally:
             enable_simulated_accelerator(None)
-        assert memory_is_back_at(before), f"{torch.sim.memory_allocated()} bytes and not {before}"
+        assert settled_memory() == before
     train_once(model, batch)
     assert relative_error(gradients(model), expected) <= TOLERANCE[torch.float32]
 
