@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,7 +20,7 @@ from hf_l2l.testing import enable_simulated_accelerator, sim_stream
 from models import TOLERANCE, Toy, attached, batch_for, bert, gpt2, gradients, reference, relative_error, train_once
 from runs import attach, config_for
 from tiers import more
-from training import assert_same_run, inner_optimizer, l2l_trainer, rows, settled_memory, tiny_bert
+from training import inner_optimizer, l2l_trainer, rows, settled_memory, tiny_bert
 
 SIM = torch.device("sim", 0)
 
@@ -49,7 +48,7 @@ class NoisyModel(nn.Module):
         return hidden.pow(2).mean()
 
 
-def noisy_gradients(ubatch_size: int | None, **options: Any) -> tuple[dict, dict]:
+def noisy_gradients(ubatch_size: int | None) -> tuple[dict, dict]:
     """Gradients under L2L, and those of the same draws with the graph kept: ubatch by ubatch, layer by layer."""
     torch.manual_seed(1)
     model = NoisyModel()
@@ -64,37 +63,19 @@ def noisy_gradients(ubatch_size: int | None, **options: Any) -> tuple[dict, dict
     expected = {n: p.grad.cpu() for n, p in on_device.named_parameters()}
     torch.set_rng_state(seeds["host"])
     torch.sim.set_rng_state(seeds["device"])
-    config = L2LConfig(device="sim", ubatch_size=ubatch_size, layer_classes=("NoisyBlock",), **options)
+    config = L2LConfig(device="sim", ubatch_size=ubatch_size, layer_classes=("NoisyBlock",))
     attach_l2l(model, config)
     model(batch).backward()
     return gradients(model), expected
-
-
-def same(found: dict, expected: dict) -> bool:
-    return all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=1e-7) for n in expected)
 
 
 @pytest.mark.parametrize("ubatch_size", [None, 4])
 def test_recompute_draws_what_the_forward_drew(ubatch_size, monkeypatch):
     # The check of a split needs rows that do not depend on random numbers: here the forward always draws.
     monkeypatch.setattr("hf_l2l.engine.splitting._close", lambda *_: True)
-    assert same(*noisy_gradients(ubatch_size))
-
-
-@pytest.mark.parametrize("forgotten", ["host", "device"])
-def test_forgetting_a_restore_is_noticed(forgotten, monkeypatch):
-    """The test above can fail: without either restore the gradients are others."""
-    restore = compute_state.set_rng_state
-
-    def partly(state: compute_state.RngState, device: torch.device) -> None:
-        now = compute_state.get_rng_state(device)
-        host = now.host if forgotten == "host" else state.host
-        restore(compute_state.RngState(host, now.device if forgotten == "device" else state.device), device)
-
-    monkeypatch.setattr(compute_state, "set_rng_state", partly)
-    assert not same(*noisy_gradients(None, check_recompute="off"))
-    with pytest.raises(RuntimeError, match="the recompute of a layer must give the outputs of its forward"):
-        noisy_gradients(None)
+    found, expected = noisy_gradients(ubatch_size)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_generators_stand_after_backward_where_forward_left_them():
@@ -237,48 +218,6 @@ def test_autocast_is_entered_again_in_the_device_thread():
     ours.backward()
     assert torch.equal(ours.detach().cpu(), loss.detach().cpu())
     assert relative_error(gradients(model), expected) == 0.0
-
-
-def test_trainer_on_the_device_equals_trainer_on_the_host(tmp_path):
-    def run(name, **options):
-        made = l2l_trainer(
-            tmp_path / name, model=tiny_bert(dropout=0.0, layers=2), data_seed=1, max_steps=2, **options
-        )
-        made.train()
-        return made
-
-    there, here = run("sim", ubatch_size=None), run("cpu", use_cpu=True)
-    assert there.args.device == SIM and here.args.device.type == "cpu"
-    assert_same_run(there, here)
-
-
-def test_an_accelerate_loop_leaves_the_model_and_the_optimizer_on_the_host():
-    model = tiny_bert(dropout=0.0, layers=2)
-    plain = copy.deepcopy(model)
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    assert accelerator.device == SIM
-    eps = attach_l2l(model, L2LConfig(device=accelerator.device, ubatch_size=3))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    model, optimizer = accelerator.prepare(model, optimizer)
-    reference_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(4):
-        batch = batch_for(plain, seed=step)
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        (plain(**batch).loss / 2).backward()
-        if step % 2:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-            reference_optimizer.step()
-            reference_optimizer.zero_grad()
-    assert all(p.device.type == "cpu" for p in model.parameters())
-    state = optimizer.optimizer.state.values()
-    assert all(t.device.type == "cpu" for s in state for t in s.values() if isinstance(t, torch.Tensor))
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
