@@ -28,7 +28,6 @@ from models import batch_for
 from runs import assert_same_run
 from tiers import more, nightly
 from training import (
-    CHECKPOINTING,
     SAVING,
     arguments,
     inner_optimizer,
@@ -291,16 +290,6 @@ def test_changed_layers_are_planned_for(tmp_path):
 
 
 # ---- what is planned
-
-
-@nightly
-def test_activation_checkpointing_changes_nothing_of_the_plan(tmp_path):
-    plain = planned(tmp_path / "plain", "560KiB")
-    plain.train()
-    both = planned(tmp_path / "both", "560KiB", **{CHECKPOINTING: True})
-    with pytest.warns(UserWarning, match="turned off"):
-        both.train()
-    assert (plan_of(both).chosen, plan_of(both).peak) == (plan_of(plain).chosen, plan_of(plain).peak)
 
 
 def test_batches_of_a_data_loader_of_the_program(tmp_path):

@@ -149,16 +149,3 @@ def test_a_loss_of_items_is_that_of_the_whole_batch(tmp_path):
     enable_simulated_accelerator()
     plain = made(tmp_path / "plain", plain_trainer, per_device_train_batch_size=8)
     assert two == pytest.approx(plain, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("devices", "says"),
-    [
-        (["sim:0", "sim:2"], "this machine has"),
-        ([], "at least one device"),
-        (["sim:0", 3.5], "must name a torch device"),
-    ],
-)
-def test_devices_of_a_config_that_cannot_be_used_are_refused(devices, says):
-    with pytest.raises(ValueError, match=says):
-        attach_l2l(tiny_bert(), L2LConfig(device=devices))
