@@ -64,14 +64,14 @@ OPTIONS = [{"stash": "host", "ubatch_size": 4}, *more({}, {"cmp": "bf16", "eps_u
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_copies_run_beside_the_computation_with_the_same_bits(options, monkeypatch):
-    expected = weights_after(tiny_bert(layers=3), count=2, **options)
+    expected = weights_after(tiny_bert(layers=2), count=2, **options)
     with monkeypatch.context() as patch:
         of, module = stream._with_streams.__wrapped__, types.ModuleType("torch.bare")
         patch.setattr(stream, "_with_streams", lambda _, device: of(module, device))
         patch.setattr(stream, "torch", Torch("torch"))
         assert stream.is_asynchronous(SIM)
         Torch.made.clear()
-        found = weights_after(tiny_bert(layers=3), count=2, **options)
+        found = weights_after(tiny_bert(layers=2), count=2, **options)
     assert Torch.made.count("stream") > 2 and Torch.made.count("event") > 20
     assert_same_bits(found, expected)
 

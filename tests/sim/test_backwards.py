@@ -45,7 +45,7 @@ def with_call_between_layers(model: nn.Module, call: Any) -> nn.Module:
 
 @pytest.mark.parametrize("where", ["between layers", "inside a layer"])
 def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
-    model = attached(tiny_bert(dropout=0.0), device="sim")
+    model = attached(tiny_bert(dropout=0.0, layers=3), device="sim")
     batch = batch_for(model)
     train_once(model, batch)
     expected = gradients(model)
@@ -68,7 +68,7 @@ def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
 
 def test_a_forward_inside_a_backward_is_no_other_thread():
     """As checkpointing makes it: autograd's own thread runs it."""
-    model = attached(tiny_bert(dropout=0.0), device="sim")
+    model = attached(tiny_bert(dropout=0.0, layers=3), device="sim")
     batch = batch_for(model)
     train_once(model, batch)
     expected = gradients(model)
@@ -83,7 +83,7 @@ def test_a_forward_inside_a_backward_is_no_other_thread():
 
 
 def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way():
-    model, fails = attached(tiny_bert(dropout=0.0), device="sim"), [False]
+    model, fails = attached(tiny_bert(dropout=0.0, layers=3), device="sim"), [False]
     batch = batch_for(model)
     train_once(model, batch)
     expected = gradients(model)
@@ -110,7 +110,7 @@ def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way():
 )
 def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_a_master):
     """When torch's thread lets go of a backward that has failed is its own affair."""
-    model, fails = tiny_bert(dropout=0.0), [False]
+    model, fails = tiny_bert(dropout=0.0, layers=3), [False]
     eps = attach_l2l(model, L2LConfig(device="sim"))
     batch, kept = batch_for(model), []
 
@@ -122,7 +122,7 @@ def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_
     with_call_between_layers(model, call)
     train_once(model, batch)
     expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    weight = model.bert.encoder.layer[3].output.dense.weight
+    weight = model.bert.encoder.layer[2].output.dense.weight
     fails[0] = True
     with pytest.raises(KeyError):
         (model(**batch).loss + (weight.square().sum().to("sim") if of_a_master else 0.0)).backward()
@@ -176,7 +176,7 @@ def test_a_layer_that_no_backward_reaches_does_not_travel(monkeypatch):
 
 
 def test_two_backwards_in_turn_end_by_themselves():
-    model = attached(tiny_bert(dropout=0.0), device="sim")
+    model = attached(tiny_bert(dropout=0.0, layers=3), device="sim")
     batch = batch_for(model)
     plain = copy.deepcopy(model)
     eps = attach_l2l(model, L2LConfig(device="sim"))
@@ -190,7 +190,7 @@ def test_two_backwards_in_turn_end_by_themselves():
 
 def test_what_a_loss_makes_of_a_master_is_added_to_a_sum_that_gets_more():
     """In the thread that called, while the sum is on its way."""
-    plain = tiny_bert(dropout=0.0)
+    plain = tiny_bert(dropout=0.0, layers=3)
     model = attached(copy.deepcopy(plain), device="sim")
     batch = batch_for(plain)
     for each in (plain, model):
@@ -205,7 +205,7 @@ def test_what_a_loss_makes_of_a_master_is_added_to_a_sum_that_gets_more():
 @pytest.mark.parametrize("set_to_none", [False, *more(True)])
 def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(set_to_none, monkeypatch):
     """The loss fails on the CPU, in the thread that called, while the device's thread sends a gradient."""
-    model = tiny_bert(dropout=0.0)
+    model = tiny_bert(dropout=0.0, layers=3)
     eps = attach_l2l(model, L2LConfig(device="sim"))
     batch = batch_for(model)
     train_once(model, batch)
@@ -238,7 +238,7 @@ def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(set_to
 
 
 def test_two_forwards_before_two_backwards_take_no_second_memory_for_gradients(monkeypatch):
-    model = tiny_bert(dropout=0.0)
+    model = tiny_bert(dropout=0.0, layers=3)
     eps = attach_l2l(model, L2LConfig(device="sim"))
     taken, gradient_like = [], eps.memory.gradient_like
     monkeypatch.setattr(eps.memory, "gradient_like", lambda master: taken.append(gradient_like(master)) or taken[-1])
@@ -252,7 +252,7 @@ def test_two_forwards_before_two_backwards_take_no_second_memory_for_gradients(m
 
 def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():
     """The simulated accelerator finds what is used before it has landed."""
-    model, fails, kept = tiny_bert(dropout=0.0), [False], []
+    model, fails, kept = tiny_bert(dropout=0.0, layers=3), [False], []
     eps = attach_l2l(model, L2LConfig(device="sim", eps_update="deferred"))
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
 

@@ -46,7 +46,7 @@ class Stack(nn.Module):
         return self.encoder(rows, attention_mask=None).last_hidden_state
 
 
-def peak(rows: int, *, layers: int = 2, steps: int = 2, **options: Any) -> int:
+def peak(rows: int, *, layers: int = 3, steps: int = 2, **options: Any) -> int:
     """Bytes of the device at the peak of a forward and backward; the gradient of the output is one number."""
     torch.manual_seed(0)
     model = attached(Stack(layers).eval(), ubatch_size=UBATCH, stash="host", **options)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from torch import nn
 
 from accumulated import forwards, ragged, tiny_llama, train
 from accumulated import made as accumulating
@@ -24,7 +25,7 @@ from hf_l2l.noise.estimate import NoiseScale
 from hf_l2l.option_names import argument
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator
-from models import batch_for
+from models import VOCAB, Toy, batch_for
 from runs import assert_same_run
 from tiers import more, nightly
 from training import (
@@ -54,15 +55,23 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     enable_simulated_accelerator()
 
 
-def bert(dropout: float = 0.0) -> Any:
-    return tiny_bert(dropout=dropout, layers=3, width=64)
+def toy(layers: int = 3) -> nn.Module:
+    return Toy(layers, 84, tied=False, dropout=0.0)
+
+
+def data(count: int = 48) -> list[dict[str, Any]]:
+    """Rows of 8 tokens, which are their labels, too."""
+    ids = torch.randint(5, VOCAB, (count, 8), generator=torch.Generator().manual_seed(5)).tolist()
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def planned(folder: Path, budget: str | None, kind: Any = L2LTrainer, **options: Any) -> Any:
     if "model_init" not in options:
-        options.setdefault("model", bert())
-    given = {argument(name): value for name, value in GIVEN.items()}
-    return trainer(kind, folder, device_memory_budget=budget, **{"max_steps": 1, **given, **options})
+        options.setdefault("model", toy())
+    given = {argument(name): value for name, value in GIVEN.items()} | {"l2l_layer_classes": ["Block"]}
+    made = trainer(kind, folder, device_memory_budget=budget, **{"max_steps": 1, **given, **options})
+    made.train_dataset, made.eval_dataset = data(), data(16)
+    return made
 
 
 def peak_of(made: Any) -> int:
@@ -79,13 +88,13 @@ def losses(made: Any) -> list[float]:
 def test_auto_is_the_default_and_a_model_that_fits_is_trained_as_with_plain_trainer(tmp_path):
     """Evaluations and later trainings have the same plan; without a limit there is nothing to plan for."""
     args = arguments(hf.TrainingArguments, tmp_path, max_steps=1)
-    plain = hf.Trainer(bert(), args, train_dataset=rows())
+    plain = hf.Trainer(tiny_bert(dropout=0.0, layers=2, width=64), args, train_dataset=rows())
     torch.manual_seed(0)
     plain.train()
     plain.model.to("cpu")
     inner_optimizer(plain).state.clear()
     settled_memory()
-    made = L2LTrainer(bert(), args, train_dataset=rows(), eval_dataset=rows(16))
+    made = L2LTrainer(tiny_bert(dropout=0.0, layers=2, width=64), args, train_dataset=rows(), eval_dataset=rows(16))
     before = made.evaluate()["eval_loss"]
     assert plan_of(made) is None
     torch.manual_seed(0)
@@ -127,7 +136,7 @@ def test_it_tells_what_was_chosen_and_what_was_measured(tmp_path, caplog):
     try:
         with caplog.at_level(logging.INFO):
             options: dict[str, Any] = {"max_steps": 20, "ubatch_size": 8, "eval_strategy": "epoch"}
-            planned(tmp_path, "1MiB", model=tiny_bert(layers=2, width=64), **options).train()
+            planned(tmp_path, "1MiB", model=toy(2), **options).train()
     finally:
         hf.utils.logging.set_verbosity_warning()
         hf.utils.logging.disable_propagation()
@@ -142,10 +151,10 @@ def test_larger_evaluations_are_told_of(tmp_path, caplog):
     try:
         with caplog.at_level(logging.WARNING):
             made.train()
-            made.evaluate(rows(8))
+            made.evaluate(data(8))
             assert "more than the budget" not in caplog.text and "has taken more" not in caplog.text
             for _ in range(2):
-                made.evaluate(rows(128))
+                made.evaluate(data(128))
     finally:
         hf.utils.logging.disable_propagation()
     assert "per_device_eval_batch_size=128, and per_device_train_batch_size=8" in caplog.text
@@ -171,14 +180,15 @@ def test_trainers_share_a_model(tmp_path):
 
 
 def test_what_the_program_has_attached_stays_unless_it_has_the_same_budget(tmp_path):
-    model = bert()
-    eps = attach_l2l(model, L2LConfig(device="sim", **GIVEN))
+    model = toy()
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), **GIVEN))
     made = planned(tmp_path, "auto", model=model)
     made.train()
     made.train()
     assert (made.eps, plan_of(made)) == (eps, None)
     detach_l2l(model)
-    attach_l2l(model, L2LConfig(device="sim", device_memory_budget="1MiB", **GIVEN), inputs=batch_for(model))
+    config = L2LConfig(device="sim", device_memory_budget="1MiB", layer_classes=("Block",), **GIVEN)
+    attach_l2l(model, config, inputs=batch_for(model, masked=False))
     before = plan_of(made)
     made = planned(tmp_path, "1MiB", model=model)
     made.train()
@@ -230,7 +240,7 @@ def test_a_training_that_was_refused_is_planned_when_it_is_tried_again(tmp_path)
 
 
 def longer_rows(made: Any) -> None:
-    made.train_dataset = [{k: v * 2 if isinstance(v, list) else v for k, v in row.items()} for row in rows()]
+    made.train_dataset = [{k: v * 2 if isinstance(v, list) else v for k, v in row.items()} for row in data()]
 
 
 def fewer_rows(made: Any) -> None:
@@ -239,8 +249,9 @@ def fewer_rows(made: Any) -> None:
 
 def test_what_has_changed_since_is_planned_for(tmp_path):
     """Parameters that are frozen no more, other rows, and a budget that is turned off."""
-    model = bert()
-    model.bert.requires_grad_(False)
+    model = toy()
+    model.embed.requires_grad_(False)
+    model.blocks.requires_grad_(False)
     made = planned(tmp_path, "1MiB", model=model)
     made.train()
     plans = [plan_of(made)]
@@ -258,7 +269,7 @@ def test_what_has_changed_since_is_planned_for(tmp_path):
 
 def test_each_model_of_model_init_is_planned(tmp_path):
     """The one before leaves the device, which has no room for both."""
-    made = planned(tmp_path, "auto", model_init=lambda: bert())
+    made = planned(tmp_path, "auto", model_init=lambda: toy())
     made.train()
     first = made.model
     made.train()
@@ -278,7 +289,7 @@ def test_changed_layers_are_planned_for(tmp_path):
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             if state.global_step == 1:
-                model.bert.encoder.layer.append(bert().bert.encoder.layer[0])
+                model.blocks.append(toy().blocks[0])
                 held.append(torch.empty(7200 * KIB, dtype=torch.uint8, device="sim"))
 
     made = planned(tmp_path, "700KiB", callbacks=[Grow()], **{**SAVING, "max_steps": 2})
@@ -295,7 +306,7 @@ def test_changed_layers_are_planned_for(tmp_path):
 def test_batches_of_a_data_loader_of_the_program(tmp_path):
     class Mine(L2LTrainer):
         def get_train_dataloader(self) -> Any:
-            made = torch.utils.data.DataLoader(rows(), batch_size=24, collate_fn=self.data_collator)  # type: ignore[arg-type]
+            made = torch.utils.data.DataLoader(data(), batch_size=24, collate_fn=self.data_collator)  # type: ignore[arg-type]
             return self.accelerator.prepare(made)
 
     made = planned(tmp_path, "700KiB", Mine)
@@ -323,7 +334,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_planned_again(tmp_path, monkeyp
 
 class Streamed(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
-        return iter(rows())
+        return iter(data())
 
 
 class Own(L2LTrainer):
@@ -389,7 +400,8 @@ def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, machine, caplog)
     settled_memory()
     for budget in ("520KiB", "auto", "off", None):
         if budget is None:
-            other = trainer(hf.Trainer, tmp_path / "plain", model=bert(), **SAVING)
+            other = trainer(hf.Trainer, tmp_path / "plain", model=toy(), **SAVING)
+            other.train_dataset = data()
         else:
             other = planned(tmp_path / budget, budget, **SAVING)
         with caplog.at_level(logging.WARNING, "hf_l2l"):
@@ -402,14 +414,14 @@ def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, machine, caplog)
 
 
 def test_a_trainer_that_has_trained_takes_the_plan_of_the_checkpoint_that_it_resumes(tmp_path):
-    made = planned(tmp_path, "1MiB", **{**SAVING, "max_steps": 4})
+    made = planned(tmp_path, "1MiB", **{**SAVING, "max_steps": 2, "save_steps": 1})
     made.train()
-    file, chosen = tmp_path / "checkpoint-2" / PLAN_FILE, {"kept_weights": 1}
+    file, chosen = tmp_path / "checkpoint-1" / PLAN_FILE, {"kept_weights": 1}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chosen": chosen}))
     (file.parent / MANIFEST).unlink()  # which would refuse the file
     before = plan_of(made)
     assert before.chosen != chosen
-    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert plan_of(made) is before
     made.train(resume_from_checkpoint=str(file.parent))
     assert plan_of(made).chosen == chosen
@@ -436,6 +448,7 @@ def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget, machine):
     assert seen[-1] == 6 * plan_of(made).batches
 
 
+@nightly  # in a plan: `test_a_plan_is_taken_again_if_it_can_be_had`
 def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tmp_path, machine):
     machine.write_text(FAST.to_json())
     options: dict[str, Any] = {"device_memory_budget": "400KiB", "per_device_train_batch_size": 6, "ubatch_size": 2}
@@ -447,6 +460,7 @@ def test_batches_that_are_not_faster_at_once_run_one_by_one_without_a_warning(tm
     assert plan_of(made).batches == 1
 
 
+@nightly
 def test_growing_batches_are_planned_once(tmp_path, monkeypatch, machine):
     """Memory is planned for the largest step, so that a resumed training runs as the unbroken one: to the bit."""
     enable_simulated_accelerator()
@@ -465,13 +479,13 @@ def test_growing_batches_are_planned_once(tmp_path, monkeypatch, machine):
         "l2l_noise_scale_every": "1",
     }
     runs = []
-    for checkpoint in ([], *more([str(tmp_path / "checkpoint-5")])):
+    for checkpoint in ([], [str(tmp_path / "checkpoint-5")]):
         made = accumulating(tmp_path, of_trainer={"callbacks": [L2LBatchGrowth(16)]}, **options)
         seen = forwards(made)
         train(made, *checkpoint)
         assert plan_of(made).batches in (1, 8) and seen
         runs.append(made)
-    whole, again = runs[0], runs[-1]
+    whole, again = runs
     assert whole.args.gradient_accumulation_steps == 2 and whole.state.global_step < 10
     assert plan_of(again) == plan_of(whole)
     assert_same_run(again, whole)

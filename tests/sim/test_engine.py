@@ -112,8 +112,8 @@ def slots_of(model: nn.Module) -> int:
 
 def test_the_slots_alone_stay_on_the_device_between_steps():
     before = settled_memory()
-    model = tiny_bert()
-    eps = attach_l2l(model, L2LConfig(device="sim", ubatch_size=2))
+    model = tiny_bert(layers=2)
+    eps = attach_l2l(model, L2LConfig(device="sim", ubatch_size=4))
     for _ in range(2):
         loss = model(**batch_for(model)).loss
         loss.backward()

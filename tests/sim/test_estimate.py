@@ -18,7 +18,7 @@ from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, esti
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.testing import enable_simulated_accelerator
-from tiers import ALL, more
+from tiers import ALL, more, nightly
 from training import settled_memory
 
 ROWS, TOKENS, WIDTH = 8, 128, 128
@@ -225,7 +225,10 @@ def test_what_is_held_was_expected(model, setting):
 
 @pytest.mark.parametrize(
     ("model", "off"),
-    [("llama", 0.01), *more(("gpt2", 0.01), ("mixtral", 0.01), ("bert", 0.04), ("vit", 0.04), ("t5", 0.05))],
+    [
+        ("llama", 0.01 if ALL else 0.02),
+        *more(("gpt2", 0.01), ("mixtral", 0.01), ("bert", 0.04), ("vit", 0.04), ("t5", 0.05)),
+    ],
 )
 def test_a_model_that_fits_whole_needs_no_more_than_was_expected(model, off):
     """Of models with other heads, a result of the last layer, and its gradient, are taken to stay for longer."""
@@ -261,20 +264,21 @@ OF_PROCESS = ("total", "simulated device", "Python, libraries and other")
 )
 def test_the_host_holds_what_was_expected(options):
     model, config = llama().train(), L2LConfig(stash="host", boundary="host", ubatch_size=2, **options)
-    before, after = expected(model, config)["host"], measured(model, config, steps=1)["host"]
+    before, after = expected(model, config)["host"], measured(model, config)["host"]
     for name in ("masters", "gradients", "moments", "copies", "stash"):
         assert before[name]["peak"] == pytest.approx(after[name]["peak"], rel=0.01), name
 
 
-def test_dropout_is_counted_and_frozen_weights_have_no_sums():
+@pytest.mark.parametrize("kind", ["frozen", *more("dropped")])
+def test_dropout_is_counted_and_frozen_weights_have_no_sums(kind):
     """A mask of a byte per element, and attention in pieces where the device's kernel has no dropout."""
-    dropped, frozen = bert(0.1).train(), llama().train()
-    for name, p in frozen.named_parameters():
-        p.requires_grad_("layers.1" in name)
+    model = llama().train() if kind == "frozen" else bert(0.1).train()
+    if kind == "frozen":
+        for name, p in model.named_parameters():
+            p.requires_grad_("layers.1" in name)
     config = L2LConfig(stash="device", ubatch_size=2)
-    for model in (dropped, frozen):
-        before, after = expected(model, config)["device"], measured(model, config)["device"]
-        assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
+    before, after = expected(model, config)["device"], measured(model, config, steps=3)["device"]
+    assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
 
 
 # ---- of several devices
@@ -291,12 +295,16 @@ def totals(found: Any) -> dict[str, int]:
     return {tier: names["total"]["peak"] for tier, names in found.report.items() if tier not in ("host", "of which")}
 
 
-def test_each_of_several_devices_has_its_bytes(two, tmp_path):
-    """Of a config, and of the arguments of a Trainer, which gives each device as many rows."""
+def test_each_of_several_devices_has_its_bytes(two):
     model = bert()
     one, several = (estimate(model, L2LConfig(device=names), rows=8) for names in ("sim:0", ["sim:0", "sim:1"]))
     assert list(totals(one)) == ["device"] and list(totals(several)) == ["device", "sim:1"]
     assert "layers on 2 devices in turn" in str(several) and several.device_peak < one.device_peak
+
+
+@nightly
+def test_the_arguments_of_a_trainer_give_each_device_as_many_rows(two, tmp_path):
+    model = bert()
     args: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "per_device_train_batch_size": 4}
     off: dict[str, Any] = {"device_memory_budget": "off"}
     by_args = estimate(model, L2LTrainingArguments(**args, **off), adamw(model))

@@ -15,7 +15,7 @@ from tiers import combinations, more
 
 PLACES: dict[str, dict[str, Any]] = {name: each.options for name, each in PLACEMENTS.items()}
 PLACES |= {"stash on disk": {"stash": "disk"}, "all on disk": {"stash": "disk", "boundary": "host"}}
-SOME = ("streamed", "boundary on the host", "some stash on the device", "layers, updated on the host", "some of each")
+SOME = ("streamed", "boundary on the host", "layers, updated on the host", "some of each")
 
 
 @cache

@@ -13,7 +13,7 @@ from hf_l2l import detach_l2l
 from hf_l2l.noise.estimate import NoiseScale
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import enable_simulated_accelerator
-from tiers import more
+from tiers import more, nightly
 from training import l2l_trainer, tiny_bert
 
 ON = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
@@ -61,6 +61,7 @@ def test_the_device_is_not_waited_for_before_a_log(tmp_path, monkeypatch):
     assert found_by(trainer).steps == 6 and math.isfinite(found_by(trainer).noise)
 
 
+@nightly
 def test_the_check_of_the_loss_makes_no_logits_of_all_tokens(tmp_path):
     """A first step takes no more memory than without it."""
     peaks = []

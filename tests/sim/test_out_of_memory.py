@@ -49,7 +49,7 @@ def test_a_step_that_has_no_memory_can_be_made_again(stash, mode):
     eps.synchronize()
     peak, saved = torch.accelerator.max_memory_allocated(), copy.deepcopy(run_of(model, optimizer, []))
     places: set[str] = set()
-    for part in range(0, 12, 1 if ALL else 2):
+    for part in range(0, 12, 1 if ALL else 3):
         enable_simulated_accelerator(before + part * (peak - before) // 12 + 1)
         with pytest.raises(torch.OutOfMemoryError) as told:
             step()

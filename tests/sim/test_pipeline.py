@@ -28,7 +28,7 @@ from hf_l2l.testing import enable_simulated_accelerator
 from hf_l2l.testing.sim_stream import random_landing
 from models import SMALL, batch_for
 from pipelined import Trained, trained
-from tiers import combinations, more, times
+from tiers import combinations, more, nightly, times
 
 OF_DEVICES = (wait_reasons.ROWS_ARRIVED, wait_reasons.GIVEN_COMPUTED)
 WAITS = (
@@ -94,7 +94,7 @@ def is_possible(mode: str, family: str) -> bool:
 @pytest.mark.parametrize(
     ("mode", "family", "count", "steps"),
     [
-        *(("fp16", "gpt2", 2, 2), ("whole batch", "albert", 2, 1)),
+        *(("fp16", "gpt2", 2, 1), ("whole batch", "albert", 2, 1)),
         *more(
             *combinations(
                 MODES, pipelined.FAMILIES, (2, 3, 4), (3,), where=lambda mode, family, *_: is_possible(mode, family)
@@ -113,7 +113,8 @@ def test_layers_in_turn_have_the_bits_of_one_device(mode, family, count, steps):
 @pytest.mark.parametrize("why", WAITS)
 def test_every_wait_is_needed(why, monkeypatch):
     modes = ["device"] if why in OF_DEVICES else ["host, one slot", *more("device")]
-    wanted = [on_one("t5", mode) for mode in modes]
+    steps = 1 if why in OF_DEVICES else 2
+    wanted = [on_one("t5", mode, steps) for mode in modes]
     wait, found = stream.wait, set()
 
     def without(event: Any, reason: str, **options: Any) -> None:
@@ -124,7 +125,7 @@ def test_every_wait_is_needed(why, monkeypatch):
     monkeypatch.setattr(stream, "wait", without)
     with pytest.raises((RuntimeError, AssertionError), match="sim|not finite|weight|differs"):
         for mode, expected in zip(modes, wanted, strict=True):
-            assert not trained(model_of("t5"), 3, steps=2, **MODES[mode]).differences(expected), "differs"
+            assert not trained(model_of("t5"), 3, steps=steps, **MODES[mode]).differences(expected), "differs"
     assert why in found
 
 
@@ -140,21 +141,25 @@ def test_when_copies_land_changes_no_bit(seed, mode):
 # ---- from device to device
 
 
-@pytest.mark.parametrize(("family", "mode"), [("gpt2", "device"), *more(("t5", "device"), ("bert", "bf16 host"))])
-def test_devices_without_peer_access_pass_rows_through_the_host(family, mode, caplog, monkeypatch):
+WAYS = {
+    "no peer access": "rows pass between them through memory of the host, since",
+    "direct": "layers run on sim:0, sim:1, sim:2 in turn; rows pass between them directly",
+    "one reads wrongly": "since sim:2 cannot read that of sim:0, or reads it wrongly",
+}
+
+
+@pytest.mark.parametrize("way", ["no peer access", *more("direct", "one reads wrongly")])
+@pytest.mark.parametrize(("family", "mode"), [("t5", "device"), *more(("gpt2", "device"), ("bert", "bf16 host"))])
+def test_devices_without_peer_access_pass_rows_through_the_host(family, mode, way, caplog, monkeypatch):
     """And those that read the memory of another one wrongly."""
     caplog.set_level(logging.DEBUG, "hf_l2l")
     wanted = on_one(family, mode, 1)
-    enable_simulated_accelerator(devices=3, peer_access=False)
+    enable_simulated_accelerator(devices=3, peer_access=way != "no peer access")
+    if way == "one reads wrongly":
+        sends_wrongly = (torch.device("sim:0"), torch.device("sim:2"))
+        monkeypatch.setattr(stream, "arrives_as_sent", lambda *pair: pair != sends_wrongly)
     assert not trained(model_of(family), 3, steps=1, **MODES[mode]).differences(wanted)
-    assert "rows pass between them through memory of the host, since" in caplog.text
-    enable_simulated_accelerator(devices=3)
-    assert not trained(model_of(family), 3, steps=1, **MODES[mode]).differences(wanted)
-    assert "layers run on sim:0, sim:1, sim:2 in turn; rows pass between them directly" in caplog.text
-    sends_wrongly = (torch.device("sim:0"), torch.device("sim:2"))
-    monkeypatch.setattr(stream, "arrives_as_sent", lambda *pair: pair != sends_wrongly)
-    assert not trained(model_of(family), 3, steps=1, **MODES[mode]).differences(wanted)
-    assert "since sim:2 cannot read that of sim:0, or reads it wrongly" in caplog.text
+    assert WAYS[way] in caplog.text
 
 
 # ---- faults
@@ -220,6 +225,7 @@ def test_a_device_without_memory_is_named():
     assert all(p.grad is not None for p in model.parameters())
 
 
+@nightly
 def test_a_fault_of_a_copy_between_devices_leaves_a_usable_model(monkeypatch):
     model = model_of("bert")
     attach_l2l(model, L2LConfig(device=pipelined.devices(3), ubatch_size=2))
@@ -263,7 +269,7 @@ def test_evaluation_and_generation_are_those_of_one_device(family):
         with torch.inference_mode():
             found.append((count, model(**batch).logits.cpu()))
         ids = {k: v for k, v in batch.items() if k != "labels"}
-        for beams in (1, 2):
+        for beams in (1, *more(2)):
             tokens = model.generate(**ids, max_new_tokens=3, num_beams=beams, do_sample=False)
             found.append((count, tokens.cpu()))
         detach_l2l(model)
@@ -271,7 +277,8 @@ def test_evaluation_and_generation_are_those_of_one_device(family):
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
-@pytest.mark.parametrize(("family", "places"), [("bert", {"stash": "host", "boundary": "host"}), *more(("t5", {}))])
+@nightly
+@pytest.mark.parametrize(("family", "places"), [("bert", {"stash": "host", "boundary": "host"}), ("t5", {})])
 def test_micro_batches_of_two_sizes_have_the_gradients_of_one(family, places):
     """Of 9 rows, 3 devices get 6 micro-batches: three of two rows, and three of one."""
     found = []
@@ -327,13 +334,14 @@ def test_devices_without_a_layer_are_named_once(caplog):
     config = hf.BertConfig(**{**SMALL, "num_hidden_layers": 2})
     torch.manual_seed(1)
     model = hf.BertForSequenceClassification(config)
-    found = trained(copy.deepcopy(model), 3, steps=2)
+    found = trained(copy.deepcopy(model), 3, steps=1)
     told = [r.message for r in caplog.records if "in turn: none" in r.message]
     assert told == ["2 layers run on 3 devices in turn: none on sim:2"]
-    assert not found.differences(trained(copy.deepcopy(model), 1, steps=2))
+    assert not found.differences(trained(copy.deepcopy(model), 1, steps=1))
 
 
-@pytest.mark.parametrize("devices", [["sim:1"], *more(["sim:0"], ["sim:0", "sim:2"])], ids=str)
+@nightly
+@pytest.mark.parametrize("devices", [["sim:1"], ["sim:0"], ["sim:0", "sim:2"]], ids=str)
 def test_a_trace_beside_that_of_a_model_on_several_devices(devices, tmp_path):
     """It is told of copies and waits of that model, which are those of a device that it has no clock for."""
     files = tmp_path / "several.json", tmp_path / "other.json"

@@ -80,6 +80,7 @@ def test_two_stacks_beside_each_other(options):
     assert same(gradients(model, 2, loss, **options), gradients(model, 1, loss, **options))
 
 
+@nightly
 def test_two_models_in_one_loss():
     found = []
     for count in (1, 3):

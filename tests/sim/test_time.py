@@ -67,6 +67,7 @@ def test_doing_without_prefetch_costs_every_transfer(machine):
     assert saved == pytest.approx((2 * machine.layers - 2 - first) * machine.transfer_s, rel=0.01)
 
 
+@nightly
 def test_doing_without_prefetch_costs_the_computation_where_the_link_sets_the_pace():
     """Forwards, where a layer travels longer than it computes, all computation but the last layer's is hidden."""
     machine = Machine(layers=8, ubatches=2, forward_s=1.0, transfer_s=3.0, optimizer_s=0.5)
@@ -98,13 +99,14 @@ def test_a_step_bound_by_the_link():
 
 
 def test_a_step_bound_by_the_link_backwards_too():
-    machine = Machine(layers=8, ubatches=1, forward_s=1.0, transfer_s=9.0, optimizer_s=10.0)
+    machine = Machine(layers=12, ubatches=1, forward_s=1.0, transfer_s=9.0, optimizer_s=10.0)
     forward = machine.layers * 9.0 + 1.0
     # The upload of a layer waits until its slot is free, that is for the layer two before; both directions at once.
     backward = 2 * 3.0 + (machine.layers - 2) * 9.0 + 9.0
     assert timed_step(machine).end == pytest.approx(forward + backward + 10.0, rel=0.03)
 
 
+@nightly
 def test_one_gradient_slot_waits_only_where_a_transfer_outlasts_a_recompute():
     """The next layer's first gradient arrives after one ubatch's recompute and a part of its backward."""
     short = Machine(layers=8, ubatches=2, forward_s=1.0, transfer_s=0.9, optimizer_s=1.0)

@@ -17,7 +17,7 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import enable_simulated_accelerator
 from plain import small_bert
 from runs import assert_same_run, assert_same_tensors
-from tiers import more
+from tiers import more, nightly
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 
@@ -65,7 +65,7 @@ def test_a_budget_is_that_of_each_device(tmp_path):
     settled_memory()
     before = [torch.sim.memory_allocated(number) for number in range(2)]  # of other modules
     enable_simulated_accelerator(10**6 + max(before), devices=2)
-    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=2, device_memory_budget="400KiB")
+    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1, device_memory_budget="400KiB")
     for number in range(2):
         torch.accelerator.reset_peak_memory_stats(torch.device("sim", number))
     made.train()
@@ -102,6 +102,7 @@ def test_without_a_size_there_are_two_micro_batches_per_device(tmp_path, caplog)
         assert part in caplog.text
 
 
+@nightly
 def test_the_search_for_overflows_is_no_matter_of_several_devices(tmp_path, capsys):
     """transformers refuses it for the replicas of `DataParallel`. It looks into each layer on its device."""
 

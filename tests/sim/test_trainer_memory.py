@@ -78,11 +78,11 @@ def bytes_of_a_step(folder: Path, count: int, **options: Any) -> tuple[int, int]
 
 @pytest.mark.parametrize("options", [{}, *more({"stash": "host"}, {"stash": "host", "l2l_boundary": "host"})], ids=str)
 def test_what_travels_grows_with_the_number_of_batches_only_if_they_run_one_by_one(tmp_path, options):
-    two, four = (bytes_of_a_step(tmp_path, count, **options) for count in (2, 4))
-    assert two == four
+    two = bytes_of_a_step(tmp_path, 2, **options)
+    assert bytes_of_a_step(tmp_path, 4, **options) == two
     model = tiny_llama(layers=LAYERS)
     weights, layer = bytes_of(model), bytes_of(model.model.layers[0])
-    for count in (2, *more(4)):  # the layers but the last two are uploaded in both sweeps
+    for count in (4, *more(2)):  # the layers but the last two are uploaded in both sweeps
         up, down = bytes_of_a_step(tmp_path, count, **options, l2l_merge_accumulation="off")
         assert up - two[0] >= (count - 1) * (weights + (LAYERS - 2) * layer)
         assert down - two[1] >= (count - 1) * weights
@@ -144,7 +144,7 @@ def growth(found: list[int]) -> int:
     return (found[-1] - found[1]) // (STEPS - 2)
 
 
-@pytest.mark.parametrize(("options", "family"), [(KEPT[0], llama), (KEPT[4], bert), *more(*product(KEPT, FAMILIES))])
+@pytest.mark.parametrize(("options", "family"), [(KEPT[4], bert), *more(*product(KEPT, FAMILIES))])
 def test_kept_losses_and_outputs_keep_no_weights(options, family):
     """As in plain torch."""
     settled_memory()
