@@ -80,7 +80,6 @@ def test_an_embedding_is_exposed():
     embedding = 2 * layer_update_s(machine)
     deferred = step_s(machine, "deferred", model=Embedded(machine.layers))
     assert deferred == pytest.approx(machine.compute_s + layer_update_s(machine) + embedding, rel=0.03)
-    assert deferred > step_s(machine, "deferred") + 0.9 * embedding
     eager = step_s(machine, "eager", clips=False, model=Embedded(machine.layers))
     assert deferred <= eager + layer_update_s(machine) + 0.02 * machine.compute_s
 
