@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 import hf_l2l
 import hf_l2l.glue
 import hf_l2l.testing
-from cli_models import LLAMA, ran, written
+from cli_models import LLAMA, checks_nothing, ran, written
 from documents import (
     DOCS,
     DOCUMENTS,
@@ -35,7 +35,6 @@ from documents import (
     why_it_leads_nowhere,
 )
 from hf_l2l import L2LConfig, L2LTrainingArguments
-from hf_l2l.cli import verify
 from hf_l2l.cli.main import COMMANDS
 from hf_l2l.glue.options import ScriptArguments
 from option_table import option_table, table_in
@@ -157,7 +156,7 @@ def test_every_public_name_is_on_the_page_of_the_api_and_there():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_fields_of_its_json_are_told(command, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(verify, "_checked", lambda family, device: ("green", {}))
+    checks_nothing(monkeypatch)
     given = {"env": [], "plot": [str(tmp_path / "run")], "checkpoint": [str(tmp_path / "run"), str(tmp_path / "kept")]}
     if command in ("checkpoint", "plot"):
         l2l_trainer(tmp_path / "run", **SAVING).train()

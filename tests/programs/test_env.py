@@ -41,7 +41,7 @@ def test_the_report(capsys, monkeypatch):
 
 def test_versions_that_are_not_supported(monkeypatch, capsys):
     """Other commands refuse them."""
-    monkeypatch.setattr(hf_l2l, "_TESTED", {"torch": ("98", "99")})
+    monkeypatch.setattr(hf_l2l, "TESTED", {"torch": ("98", "99")})
     assert "needs torch 98 or newer" in ran(capsys, "env", "--json").json["unsupported"]
     assert "unsupported:\n  hf_l2l" in ran(capsys, "env").out
 
@@ -115,14 +115,14 @@ def test_devices_that_cannot_be_probed(capsys):
 def test_the_limit_of_a_control_group(tmp_path, monkeypatch, text, number):
     (tmp_path / "memory.max").write_text(text)
     groups = [(tmp_path, "memory.max", ""), (tmp_path / "none", "memory.max", "")]
-    monkeypatch.setattr(host_limits, "_control_groups", lambda: iter(groups))
+    monkeypatch.setattr(host_limits, "control_groups", lambda: iter(groups))
     assert host_limits.group_bytes() == number
 
 
 @pytest.mark.parametrize(("text", "cores"), [("max 100000", None), ("150000 100000", 1.5), ("", None)])
 def test_the_cores_of_a_control_group(tmp_path, monkeypatch, text, cores):
     (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(host_limits, "_control_groups", lambda: iter([(tmp_path, "memory.max", "")]))
+    monkeypatch.setattr(host_limits, "control_groups", lambda: iter([(tmp_path, "memory.max", "")]))
     assert host_limits.group_cores() == cores
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cli_models import LLAMA, ran, refused, written
+from cli_models import LLAMA, checks_nothing, ran, refused, written
 from hf_l2l import testing
-from hf_l2l.cli import verify as command
 from hf_l2l.device.slots import GradientSlots
 from hf_l2l.hf import attach
 from hf_l2l.verify.checks import CHECKS
@@ -70,8 +69,7 @@ def test_a_model_that_is_refused(tmp_path, capsys, monkeypatch):
 
 
 def test_what_is_taken_from_the_config_is_told(tmp_path, capsys, monkeypatch):
-    green = "green", {"layers": {"verdict": "ok", "text": ""}}
-    monkeypatch.setattr(command, "_checked", lambda family, device: green)
+    checks_nothing(monkeypatch)
     out = ran(capsys, "verify", written(tmp_path, LLAMA, mlp_bias=True)).out
     assert "a tiny LlamaForCausalLM on cpu, of the family 'llama'\n" in out
     assert "  taken from the config: tie_word_embeddings, mlp_bias\n" in out
