@@ -60,10 +60,10 @@ def peak(rows: int, *, layers: int = 3, **options: Any) -> int:
 
 def test_layers_need_memory_for_one_micro_batch():
     """What is left of the device batch are the inputs, and the output of the last layer; depth costs nothing."""
-    few = {boundary: peak(6, boundary=boundary) for boundary in ("device", "host")}
-    on_device, on_host = ((peak(10, boundary=b) - few[b]) / 4 / A for b in ("device", "host"))
+    few = {boundary: peak(4, boundary=boundary) for boundary in ("device", "host")}
+    on_device, on_host = ((peak(8, boundary=b) - few[b]) / 4 / A for b in ("device", "host"))
     assert on_host <= 2.02 < on_device, f"{on_host:.2f} layer outputs per row, on the device {on_device:.2f}"
-    assert peak(6, layers=4, boundary="host") == few["host"]
+    assert peak(4, layers=4, boundary="host") == few["host"]
 
 
 HEADS = {"num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 60}

@@ -59,6 +59,10 @@ def toy(layers: int = 3) -> nn.Module:
     return Toy(layers, 84, tied=False, dropout=0.0)
 
 
+def bert() -> nn.Module:
+    return tiny_bert(dropout=0.0, layers=3, width=64)
+
+
 def data(count: int = 48) -> list[dict[str, Any]]:
     """Rows of 8 tokens, which are their labels, too."""
     ids = torch.randint(5, VOCAB, (count, 8), generator=torch.Generator().manual_seed(5)).tolist()
@@ -88,13 +92,13 @@ def losses(made: Any) -> list[float]:
 def test_auto_is_the_default_and_a_model_that_fits_is_trained_as_with_plain_trainer(tmp_path):
     """Evaluations and later trainings have the same plan; without a limit there is nothing to plan for."""
     args = arguments(hf.TrainingArguments, tmp_path, max_steps=1)
-    plain = hf.Trainer(tiny_bert(dropout=0.0, layers=2, width=64), args, train_dataset=rows())
+    plain = hf.Trainer(bert(), args, train_dataset=rows())
     torch.manual_seed(0)
     plain.train()
     plain.model.to("cpu")
     inner_optimizer(plain).state.clear()
     settled_memory()
-    made = L2LTrainer(tiny_bert(dropout=0.0, layers=2, width=64), args, train_dataset=rows(), eval_dataset=rows(16))
+    made = L2LTrainer(bert(), args, train_dataset=rows(), eval_dataset=rows(16))
     before = made.evaluate()["eval_loss"]
     assert plan_of(made) is None
     torch.manual_seed(0)
@@ -112,20 +116,22 @@ def test_auto_is_the_default_and_a_model_that_fits_is_trained_as_with_plain_trai
     assert plan_of(made) is None
 
 
-@pytest.mark.parametrize(("budget", "room"), [("600KiB", 600), *more(("1MiB", 1024), ("auto", 8192))])
+@pytest.mark.parametrize(("budget", "room"), [("560KiB", 560), *more(("1MiB", 1024), ("auto", 8192))])
 def test_autocast_keeps_inside_the_budget(tmp_path, budget, room):
     """On a device that has no more, with the losses of the same options set by hand."""
     before = settled_memory()
     enable_simulated_accelerator(before + room * KIB)
     torch.accelerator.reset_peak_memory_stats()
-    made = planned(tmp_path / "planned", budget, bf16=True)
+    options: dict[str, Any] = {argument(name): value for name, value in GIVEN.items()} | {"bf16": True, "max_steps": 1}
+    made = l2l_trainer(tmp_path / "planned", model=bert(), device_memory_budget=budget, **options)
     made.train()
     plan = plan_of(made)
     assert plan.peak_bytes <= plan.budget <= room * KIB
     assert 0.9 < (peak_of(made) - before) / plan.peak_bytes < 1.03
     detach_l2l(made.model)
     enable_simulated_accelerator("8MiB")
-    by_hand = planned(tmp_path / "by hand", "off", bf16=True, **{argument(k): v for k, v in plan.chosen.items()})
+    options |= {argument(name): value for name, value in plan.chosen.items()}
+    by_hand = l2l_trainer(tmp_path / "by hand", model=bert(), **options)
     by_hand.train()
     assert plan_of(by_hand) is None and losses(made) == losses(by_hand)
 
@@ -164,6 +170,7 @@ def test_larger_evaluations_are_told_of(tmp_path, caplog):
 # ---- one model, several trainers
 
 
+@nightly  # two trainers: `test_another_trainer_with_other_options_plans_and_trains_as_with_a_new_model`
 def test_trainers_share_a_model(tmp_path):
     """As in a notebook, whose cell with the trainer runs again; each has the plan for its own batches."""
     first = planned(tmp_path, "1MiB")

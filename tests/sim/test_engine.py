@@ -98,11 +98,10 @@ def peak_of_step(layers: int, **options: Any) -> int:
     return torch.sim.max_memory_allocated() - before
 
 
-def test_device_memory_grows_with_depth_by_the_stash_alone_if_that_is_there():
+def test_device_memory_grows_with_depth_by_the_stash_alone():
     shallow, deep = peak_of_step(3, ubatch_size=4), peak_of_step(6, ubatch_size=4)
     boundary = 8 * 6 * 16 * 4  # rows x tokens x width x bytes
     assert deep - shallow == pytest.approx(3 * boundary, rel=0.05)
-    assert peak_of_step(6, stash="host", ubatch_size=4) <= peak_of_step(3, stash="host", ubatch_size=4) * 1.01
 
 
 def slots_of(model: nn.Module) -> int:

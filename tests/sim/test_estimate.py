@@ -259,8 +259,9 @@ OF_PROCESS = ("total", "simulated device", "Python, libraries and other")
 """What is no memory of the training."""
 
 
+@nightly  # within a tenth: `test_what_is_held_was_expected`
 @pytest.mark.parametrize(
-    "options", [{"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"}, *more({}, {"cmp": "bf16"})], ids=str
+    "options", [{"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"}, {}, {"cmp": "bf16"}], ids=str
 )
 def test_the_host_holds_what_was_expected(options):
     model, config = llama().train(), L2LConfig(stash="host", boundary="host", ubatch_size=2, **options)

@@ -65,7 +65,7 @@ def test_what_travels_in_a_step(name):
     assert traffic(lambda: train_once(model, batch)) == found
 
 
-NAMED = ("shell and layers", "layers, updated on the host", "kept weights")
+NAMED = ("shell and layers", "kept weights")
 
 
 @pytest.mark.parametrize(

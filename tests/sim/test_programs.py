@@ -21,7 +21,7 @@ from hf_l2l.runtime.tensors import tensor_bytes
 from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit, page_locked_bytes
 from models import batch_for, train_once
 from runs import attach
-from tiers import nightly
+from tiers import more, nightly
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 # ---- hf-l2l
@@ -45,6 +45,7 @@ def test_env_has_the_device_and_page_locking(capsys, monkeypatch):
     assert "link_up" in text and "devices:\n  device: sim:0, name: simulated accelerator, " in text
 
 
+@nightly  # on the CPU: tests/programs
 def test_verify_runs_the_layers_there(tmp_path, capsys):
     before = torch.sim.max_memory_allocated()
     torch.sim.reset_peak_memory_stats()
@@ -79,8 +80,8 @@ def _without_a_limit_afterwards() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("budget", "begin", "end"),
     [
-        ("auto", "the device must hold what a step needs", r": --device_memory_budget \d+KiB"),
         ("off", "the simulated accelerator is out of memory.", r"; try a smaller --ubatch_size, or --stash host"),
+        *more(("auto", "the device must hold what a step needs", r": --device_memory_budget \d+KiB")),
     ],
 )
 def test_too_small_a_device_is_said_in_one_line(

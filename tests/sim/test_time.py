@@ -47,6 +47,7 @@ def test_the_example_with_transfers_under_compute(ubatches):
     assert clock.busy("host") == pytest.approx(0.333, rel=0.01)
 
 
+@nightly
 @UBATCHES
 def test_the_example_without_overlap(ubatches):
     clock = timed_step(in_ubatches(ubatches), prefetch=False)
