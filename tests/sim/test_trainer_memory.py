@@ -42,7 +42,7 @@ def bytes_of(*modules: nn.Module) -> int:
 
 # ---- accumulated batches that run as one
 
-ROWS, LAYERS = 4, 3
+ROWS, LAYERS = 8, 3
 
 
 class AtSteps(hf.TrainerCallback):
