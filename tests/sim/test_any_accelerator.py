@@ -10,6 +10,7 @@ import torch
 
 from hf_l2l.runtime import stream
 from models import assert_same_bits
+from tiers import more
 from training import tiny_bert, weights_after
 
 SIM = torch.device("sim", 0)
@@ -71,18 +72,18 @@ def made(bare, monkeypatch):
     return Torch.made
 
 
-OPTIONS = [{}, {"stash": "host", "ubatch_size": 2}, {"cmp": "bf16", "eps_update": "eager", "clips": False}]
+OPTIONS = [{"stash": "host", "ubatch_size": 4}, *more({}, {"cmp": "bf16", "eps_update": "eager", "clips": False})]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_copies_run_beside_the_computation_with_the_same_bits(options, monkeypatch):
-    expected = weights_after(tiny_bert(layers=3), count=2, **options)
+    expected = weights_after(tiny_bert(layers=2), count=2, **options)
     with monkeypatch.context() as patch:
         without_streams(patch)
         patch.setattr(stream, "torch", Torch("torch"))
         assert stream.is_asynchronous(SIM)
         Torch.made.clear()
-        found = weights_after(tiny_bert(layers=3), count=2, **options)
+        found = weights_after(tiny_bert(layers=2), count=2, **options)
     assert Torch.made.count("stream") > 2 and Torch.made.count("event") > 20
     assert_same_bits(found, expected)
 

@@ -10,12 +10,23 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l import attach_l2l
 from hf_l2l.eps.weight_copies import Copies
-from models import assert_same_bits, attached, batch_for, gradients, train_once
+from models import Toy, assert_same_bits, batch_for, gradients, train_once
+from models import attached as attached_to
 from other_thread import REFUSAL, in_another_thread
-from tiers import combinations
+from runs import config_for
+from tiers import more
 from training import tiny_bert
+
+
+def toy() -> nn.Module:
+    return Toy(dropout=0.0, tied=False)
+
+
+def attached(model: nn.Module) -> nn.Module:
+    attach_l2l(model, config_for(model))
+    return model
 
 
 class Meanwhile(torch.autograd.Function):
@@ -34,19 +45,19 @@ class Meanwhile(torch.autograd.Function):
 
 def with_call_between_layers(model: nn.Module, call: Any) -> nn.Module:
     """Let the model call something in its backward, between two layers."""
-    original = model.bert.encoder.layer[2].forward
+    original = model.blocks[2].forward
 
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return original(Meanwhile.apply(hidden, call) if torch.is_grad_enabled() else hidden, *args, **kwargs)
 
-    model.bert.encoder.layer[2].forward = forward
+    model.blocks[2].forward = forward
     return model
 
 
 @pytest.mark.parametrize("where", ["between layers", "inside a layer"])
 def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
-    model = attached(tiny_bert(dropout=0.0), device="sim")
-    batch = batch_for(model)
+    model = attached(toy())
+    batch = batch_for(model, masked=False)
     train_once(model, batch)
     expected = gradients(model)
     model.zero_grad()
@@ -60,7 +71,7 @@ def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
     if where == "between layers":
         train_once(with_call_between_layers(model, call), batch)
     else:
-        with model.bert.encoder.layer[2].output.register_forward_pre_hook(call):
+        with model.blocks[2].down.register_forward_pre_hook(call):
             train_once(model, batch)
     assert [REFUSAL in str(error) for error in refused] == [True]
     assert_same_bits(gradients(model), expected)
@@ -68,8 +79,8 @@ def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
 
 def test_a_forward_inside_a_backward_is_no_other_thread():
     """As checkpointing makes it: autograd's own thread runs it."""
-    model = attached(tiny_bert(dropout=0.0), device="sim")
-    batch = batch_for(model)
+    model = attached(toy())
+    batch = batch_for(model, masked=False)
     train_once(model, batch)
     expected = gradients(model)
     model.zero_grad()
@@ -83,8 +94,8 @@ def test_a_forward_inside_a_backward_is_no_other_thread():
 
 
 def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way():
-    model, fails = attached(tiny_bert(dropout=0.0), device="sim"), [False]
-    batch = batch_for(model)
+    model, fails = attached(toy()), [False]
+    batch = batch_for(model, masked=False)
     train_once(model, batch)
     expected = gradients(model)
 
@@ -105,12 +116,14 @@ def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way():
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize(("set_to_none", "of_a_master"), combinations([True, False], [False, True], together=1))
+@pytest.mark.parametrize(
+    ("set_to_none", "of_a_master"), [(False, True), *more((True, False), (True, True), (False, False))]
+)
 def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_a_master):
     """When torch's thread lets go of a backward that has failed is its own affair."""
-    model, fails = tiny_bert(dropout=0.0), [False]
-    eps = attach_l2l(model, L2LConfig(device="sim"))
-    batch, kept = batch_for(model), []
+    model, fails = toy(), [False]
+    eps = attach_l2l(model, config_for(model))
+    batch, kept = batch_for(model, masked=False), []
 
     def call() -> None:
         if fails[0]:
@@ -120,14 +133,14 @@ def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_
     with_call_between_layers(model, call)
     train_once(model, batch)
     expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    weight = model.bert.encoder.layer[3].output.dense.weight
+    weight = model.blocks[2].down.weight
     fails[0] = True
     with pytest.raises(KeyError):
         (model(**batch).loss + (weight.square().sum().to("sim") if of_a_master else 0.0)).backward()
     fails[0] = False
     assert len(kept) == 1
     for name, gradient in gradients(model).items():
-        if "embeddings" in name or "layer.0" in name or "layer.1" in name:  # else it has what had been sent, too
+        if "embed" in name or "blocks.0" in name or "blocks.1" in name:  # else it has what had been sent, too
             assert torch.equal(gradient, expected[name]), name
     model.zero_grad(set_to_none=set_to_none)
     kept.clear()
@@ -139,7 +152,7 @@ def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_
 
 
 def test_masters_may_be_written_after_a_backward_that_stops_half_way():
-    model = attached(tiny_bert(layers=5, dropout=0.0), device="sim")
+    model = attached_to(tiny_bert(layers=5, dropout=0.0), device="sim")
     for _ in range(2):
         outputs = model(**batch_for(model), output_hidden_states=True)
         torch.autograd.grad(outputs.loss, outputs.hidden_states[2])
@@ -154,7 +167,7 @@ def test_a_layer_that_no_backward_reaches_does_not_travel(monkeypatch):
     index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
     for module in (model.bert.embeddings, *model.bert.encoder.layer[:3]):
         module.requires_grad_(False)
-    attached(model, device="sim")
+    attached_to(model, device="sim")
     train_once(model, batch_for(model))
     filled: list[int] = []
     fill = Copies.of_unit
@@ -174,11 +187,11 @@ def test_a_layer_that_no_backward_reaches_does_not_travel(monkeypatch):
 
 
 def test_two_backwards_in_turn_end_by_themselves():
-    model = attached(tiny_bert(dropout=0.0), device="sim")
-    batch = batch_for(model)
+    model = attached(toy())
+    batch = batch_for(model, masked=False)
     plain = copy.deepcopy(model)
-    eps = attach_l2l(model, L2LConfig(device="sim"))
-    for _ in range(3):
+    eps = attach_l2l(model, config_for(model))
+    for _ in range(2):
         model(**batch).loss.backward()
         plain(**batch).loss.backward()
         assert not eps.backwards.under_way
@@ -188,9 +201,9 @@ def test_two_backwards_in_turn_end_by_themselves():
 
 def test_what_a_loss_makes_of_a_master_is_added_to_a_sum_that_gets_more():
     """In the thread that called, while the sum is on its way."""
-    plain = tiny_bert(dropout=0.0)
-    model = attached(copy.deepcopy(plain), device="sim")
-    batch = batch_for(plain)
+    plain = toy()
+    model = attached(copy.deepcopy(plain))
+    batch = batch_for(plain, masked=False)
     for each in (plain, model):
         for _ in range(3):
             penalty = sum(p.square().sum() for p in each.parameters())
@@ -200,12 +213,12 @@ def test_what_a_loss_makes_of_a_master_is_added_to_a_sum_that_gets_more():
         torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [False, *more(True)])
 def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(set_to_none, monkeypatch):
     """The loss fails on the CPU, in the thread that called, while the device's thread sends a gradient."""
-    model = tiny_bert(dropout=0.0)
-    eps = attach_l2l(model, L2LConfig(device="sim"))
-    batch = batch_for(model)
+    model = toy()
+    eps = attach_l2l(model, config_for(model))
+    batch = batch_for(model, masked=False)
     train_once(model, batch)
     is_late, may_go_on, received = threading.Event(), threading.Event(), []
     receive = eps.gradients.receive
@@ -236,11 +249,11 @@ def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(set_to
 
 
 def test_two_forwards_before_two_backwards_take_no_second_memory_for_gradients(monkeypatch):
-    model = tiny_bert(dropout=0.0)
-    eps = attach_l2l(model, L2LConfig(device="sim"))
+    model = toy()
+    eps = attach_l2l(model, config_for(model))
     taken, gradient_like = [], eps.memory.gradient_like
     monkeypatch.setattr(eps.memory, "gradient_like", lambda master: taken.append(gradient_like(master)) or taken[-1])
-    first, second = model(**batch_for(model)).loss, model(**batch_for(model, seed=2)).loss
+    first, second = model(**batch_for(model, masked=False)).loss, model(**batch_for(model, masked=False, seed=2)).loss
     first.backward()
     sums = [p.grad for p in model.parameters()]
     second.backward()
@@ -250,8 +263,8 @@ def test_two_forwards_before_two_backwards_take_no_second_memory_for_gradients(m
 
 def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():
     """The simulated accelerator finds what is used before it has landed."""
-    model, fails, kept = tiny_bert(dropout=0.0), [False], []
-    eps = attach_l2l(model, L2LConfig(device="sim", eps_update="deferred"))
+    model, fails, kept = toy(), [False], []
+    eps = attach_l2l(model, config_for(model, eps_update="deferred"))
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
 
     def call() -> None:
@@ -260,13 +273,13 @@ def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():
             raise KeyError("from between the layers")
 
     with_call_between_layers(model, call)
-    train_once(model, batch_for(model))
+    train_once(model, batch_for(model, masked=False))
     fails[0] = True
     with pytest.raises(KeyError):
-        model(**batch_for(model)).loss.backward()
+        model(**batch_for(model, masked=False)).loss.backward()
     fails[0] = False
     optimizer.step()
     eps.synchronize()
     assert all(p.grad is None for p in model.parameters())
     kept.clear()
-    train_once(model, batch_for(model))
+    train_once(model, batch_for(model, masked=False))

@@ -27,7 +27,7 @@ from benchmarks import (
 )
 from glue_script import ROWS, write
 from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit, page_locked_bytes
-from tiers import more, nightly
+from tiers import nightly
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,7 @@ def _as_before() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@nightly
 def test_host_bytes_and_peaks_of_every_setting(capsys):
     rows = cmp_memory.main(["--width", "64", "--layers", "2", "--rows", "4", "--tokens", "16"])["rows"]
     assert [round(row["host_bytes_per_parameter"], 1) for row in rows.values()] == [16.0, 18.0, 16.0, 12.0, 10.0]
@@ -48,6 +49,7 @@ def test_host_bytes_and_peaks_of_every_setting(capsys):
     assert "| fp32 | 16.00 |" in capsys.readouterr().out
 
 
+@nightly
 def test_a_model_that_fits_whole_is_compared_with_the_trainer(tmp_path: Path, capsys):
     asked = "--layers 2 --hidden 64 --batch 2 --tokens 8 --pairs 1 --steps 4".split()
     found = resident.main([*asked, "--rows", str(tmp_path / "rows.jsonl")])
@@ -55,6 +57,7 @@ def test_a_model_that_fits_whole_is_compared_with_the_trainer(tmp_path: Path, ca
     assert capsys.readouterr().out.splitlines()[-3].startswith("ratio ")
 
 
+@nightly
 def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_path: Path, capsys):
     pairs = [{"sentence1": row["sentence"], "sentence2": "it is good", "label": row["label"]} for row in ROWS]
     (tmp_path / "rte").mkdir()
@@ -149,11 +152,13 @@ def test_the_picture_has_a_panel_for_each_question(tmp_path: Path, capsys):
     assert all(len(axes.lines) == 3 for axes in figure.axes if axes.axison), "two ways, and the formula"
 
 
+@nightly
 @pytest.mark.parametrize(
     ("parts", "sections"),
     [
         (("layer",), ("One layer",)),
-        *more((("bert", "giants"), ("later text", "17 and 50")), (("first",), ("first text",))),
+        (("bert", "giants"), ("later text", "17 and 50")),
+        (("first",), ("first text",)),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ import pytest
 from documents import PYTHON, README, is_simulated, run
 from glue_script import needs_datasets, needs_demo_model
 from hf_l2l.testing import enable_simulated_accelerator
+from tiers import nightly
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,7 @@ def _unlimited() -> Iterator[None]:
     enable_simulated_accelerator()
 
 
+@nightly
 @needs_datasets
 @needs_demo_model
 @pytest.mark.filterwarnings("default")

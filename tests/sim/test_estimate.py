@@ -18,13 +18,14 @@ from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, esti
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.testing import enable_simulated_accelerator
-from tiers import more
+from tiers import ALL, more, nightly
 from training import settled_memory
 
 ROWS, TOKENS, WIDTH = 8, 128, 128
+LAYERS = 4 if ALL else 2
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "intermediate_size": 512,
 }
@@ -32,13 +33,14 @@ TEXT = {**SIZES, "vocab_size": 2000}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def bert(dropout: float = 0.0) -> nn.Module:
-    config = hf.BertConfig(**TEXT, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+def bert(dropout: float = 0.0, layers: int = LAYERS) -> nn.Module:
+    sizes = {**TEXT, "num_hidden_layers": layers}
+    config = hf.BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     return hf.BertForSequenceClassification(config)
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_embd": WIDTH, "n_layer": 4, "n_head": 4, "vocab_size": 2000}
+    sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "vocab_size": 2000}
     return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
@@ -47,7 +49,7 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    sizes = {"d_model": WIDTH, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "d_ff": 512}
+    sizes = {"d_model": WIDTH, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 2000, "d_ff": 512}
     return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
 
 
@@ -100,7 +102,7 @@ NAMED = (
     "autocast, accumulation",
 )
 """Settings in which the bytes of each name are compared."""
-FAST = (("bert", "accumulation"), ("t5", "LoRA"), ("mixtral", "autocast"))
+FAST = (("bert", "accumulation"), ("llama", "autocast"))
 NOT_CLOSE = pytest.mark.xfail(reason="frozen weights outside the layers are taken to stay on the device", strict=True)
 CASES = [
     *FAST,
@@ -176,7 +178,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], setting: str) -> t
     return loss
 
 
-def measured(model: nn.Module, config: L2LConfig, steps: int = 3, setting: str = "") -> Any:
+def measured(model: nn.Module, config: L2LConfig, steps: int = 2, setting: str = "") -> Any:
     """The report after a few steps; the model is an ordinary one again."""
     batches = 2 if "accumulation" in setting else 1
     settled_memory()
@@ -223,7 +225,10 @@ def test_what_is_held_was_expected(model, setting):
 
 @pytest.mark.parametrize(
     ("model", "off"),
-    [("llama", 0.01), *more(("gpt2", 0.01), ("mixtral", 0.01), ("bert", 0.04), ("vit", 0.04), ("t5", 0.05))],
+    [
+        ("llama", 0.01 if ALL else 0.02),
+        *more(("gpt2", 0.01), ("mixtral", 0.01), ("bert", 0.04), ("vit", 0.04), ("t5", 0.05)),
+    ],
 )
 def test_a_model_that_fits_whole_needs_no_more_than_was_expected(model, off):
     """Of models with other heads, a result of the last layer, and its gradient, are taken to stay for longer."""
@@ -254,8 +259,9 @@ OF_PROCESS = ("total", "simulated device", "Python, libraries and other")
 """What is no memory of the training."""
 
 
+@nightly  # within a tenth: `test_what_is_held_was_expected`
 @pytest.mark.parametrize(
-    "options", [{"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"}, *more({}, {"cmp": "bf16"})], ids=str
+    "options", [{"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"}, {}, {"cmp": "bf16"}], ids=str
 )
 def test_the_host_holds_what_was_expected(options):
     model, config = llama().train(), L2LConfig(stash="host", boundary="host", ubatch_size=2, **options)
@@ -264,15 +270,16 @@ def test_the_host_holds_what_was_expected(options):
         assert before[name]["peak"] == pytest.approx(after[name]["peak"], rel=0.01), name
 
 
-def test_dropout_is_counted_and_frozen_weights_have_no_sums():
+@pytest.mark.parametrize("kind", ["frozen", *more("dropped")])
+def test_dropout_is_counted_and_frozen_weights_have_no_sums(kind):
     """A mask of a byte per element, and attention in pieces where the device's kernel has no dropout."""
-    dropped, frozen = bert(0.1).train(), llama().train()
-    for name, p in frozen.named_parameters():
-        p.requires_grad_("layers.3" in name)
+    model = llama().train() if kind == "frozen" else bert(0.1).train()
+    if kind == "frozen":
+        for name, p in model.named_parameters():
+            p.requires_grad_("layers.1" in name)
     config = L2LConfig(stash="device", ubatch_size=2)
-    for model in (dropped, frozen):
-        before, after = expected(model, config)["device"], measured(model, config)["device"]
-        assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
+    before, after = expected(model, config)["device"], measured(model, config, steps=3)["device"]
+    assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
 
 
 # ---- of several devices
@@ -289,19 +296,25 @@ def totals(found: Any) -> dict[str, int]:
     return {tier: names["total"]["peak"] for tier, names in found.report.items() if tier not in ("host", "of which")}
 
 
-def test_each_of_several_devices_has_its_bytes(two, tmp_path):
-    """Of a config, and of the arguments of a Trainer, which gives each device as many rows."""
+def test_each_of_several_devices_has_its_bytes(two):
     model = bert()
     one, several = (estimate(model, L2LConfig(device=names), rows=8) for names in ("sim:0", ["sim:0", "sim:1"]))
     assert list(totals(one)) == ["device"] and list(totals(several)) == ["device", "sim:1"]
     assert "layers on 2 devices in turn" in str(several) and several.device_peak < one.device_peak
+
+
+@nightly
+def test_the_arguments_of_a_trainer_give_each_device_as_many_rows(two, tmp_path):
+    model = bert()
     args: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "per_device_train_batch_size": 4}
     off: dict[str, Any] = {"device_memory_budget": "off"}
     by_args = estimate(model, L2LTrainingArguments(**args, **off), adamw(model))
     assert by_args.rows == 8
     assert totals(by_args) == totals(estimate(model, L2LConfig(device=("sim:0", "sim:1")), adamw(model), rows=8))
     assert list(totals(estimate(model, L2LTrainingArguments(**args, **off, l2l_devices="1"), tokens=8))) == ["device"]
-    elsewhere = estimate(bert(), L2LConfig(device=["cuda:0", "cuda:1", "cuda:2"]), rows=8, tokens=8, device="cuda")
+    elsewhere = estimate(
+        bert(layers=4), L2LConfig(device=["cuda:0", "cuda:1", "cuda:2"]), rows=8, tokens=8, device="cuda"
+    )
     assert list(totals(elsewhere)) == ["device", "cuda:1", "cuda:2"], "devices that are not here"
 
 
@@ -311,6 +324,6 @@ def test_the_stash_of_one_device_decides(megabytes, stash, two):
     enable_simulated_accelerator(f"{megabytes}MiB", devices=2)
     inputs = {"input_ids": torch.zeros(64, 128, dtype=torch.long), "labels": torch.zeros(64, dtype=torch.long)}
     config = L2LConfig(device=("sim:0", "sim:1"), stash="auto", ubatch_size=2)
-    run = RunShapes(bert(), config, inputs, devices=2)
+    run = RunShapes(bert(layers=4), config, inputs, devices=2)
     assert run.own_input == 2**22 and run.resolved(config)[0] == stash
-    assert RunShapes(bert(), config, inputs).resolved(config)[0] == "host"
+    assert RunShapes(bert(layers=4), config, inputs).resolved(config)[0] == "host"

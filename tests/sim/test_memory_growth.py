@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import memory, memory_report
 from benchmarks.memory_runs import Case, measured
-from tiers import more, nightly
+from tiers import nightly
 
 TINY = Case("l2l", layers=2, hidden=32, vocab=200, rows=8, tokens=16, ubatch=2)
 LONG = replace(memory.LONG, hidden=32)
@@ -29,7 +29,8 @@ def test_depth_costs_nothing(sizes):
     assert all(found[0] == each for each in found), "in the first step and in the second one"
 
 
-@pytest.mark.parametrize("sizes", [(24, 32), *more((32, 64, 256))], ids=str)
+@nightly  # of one model: tests/sim/test_long_rows.py
+@pytest.mark.parametrize("sizes", [(24, 32), (32, 64, 256)], ids=str)
 def test_the_device_batch_costs_ids_labels_and_losses(sizes):
     """Once its tokens fill a few chunks of logits: while one is computed, the hidden states of others travel."""
     first, *others = (each[-1] for each in peaks(TINY, "rows", sizes))
@@ -37,7 +38,8 @@ def test_the_device_batch_costs_ids_labels_and_losses(sizes):
         assert (found - first) / (rows - sizes[0]) == pytest.approx(memory.per_row(TINY, SIM), rel=0.01)
 
 
-@pytest.mark.parametrize(("hidden", "sizes"), [(32, (600, 1800)), *more((128, (1000, 16000, 128000)))], ids=str)
+@nightly  # one chunk: tests/sim/test_logit_chunks.py
+@pytest.mark.parametrize(("hidden", "sizes"), [(32, (600, 1800)), (128, (1000, 16000, 128000))], ids=str)
 def test_vocabulary_costs_weights_gradients_and_one_chunk_of_logits(hidden, sizes):
     case = replace(TINY, hidden=hidden)
     first, *others = (each[-1] for each in peaks(replace(case, rows=24), "vocab", sizes))
@@ -45,7 +47,8 @@ def test_vocabulary_costs_weights_gradients_and_one_chunk_of_logits(hidden, size
         assert (found - first) / (vocab - sizes[0]) == pytest.approx(memory.per_word(case, SIM), rel=0.05)
 
 
-@pytest.mark.parametrize("sizes", [(512, 1024, 2048), *more((2**13, 2**15, 2**16))], ids=str)
+@nightly  # in proportion: tests/sim/test_long_rows.py
+@pytest.mark.parametrize("sizes", [(512, 1024, 2048), (2**13, 2**15, 2**16)], ids=str)
 def test_tokens_of_a_row_cost_what_one_layer_takes(sizes):
     """In proportion: attention that is fused keeps nothing for pairs of tokens."""
     found = [each[-1] for each in peaks(LONG, "tokens", sizes)]

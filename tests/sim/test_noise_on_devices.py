@@ -13,7 +13,7 @@ from hf_l2l import detach_l2l
 from hf_l2l.noise.estimate import NoiseScale
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import enable_simulated_accelerator
-from tiers import more
+from tiers import more, nightly
 from training import l2l_trainer, tiny_bert
 
 ON = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
@@ -27,11 +27,12 @@ def found_by(trainer: Any) -> NoiseScale:
 @pytest.mark.parametrize("cmp", ["bf16", *more(None)])
 def test_two_devices_find_what_the_host_does(tmp_path, cmp):
     known = {**ON, "ubatch_size": 2, "max_steps": 2}
-    on_host = l2l_trainer(tmp_path, model=tiny_bert(dropout=0.0), use_cpu=True, **known)
+    on_host = l2l_trainer(tmp_path, model=tiny_bert(dropout=0.0, layers=2), use_cpu=True, **known)
     train(on_host)
     enable_simulated_accelerator(devices=2)
     try:
-        trainer = l2l_trainer(tmp_path, model=tiny_bert(dropout=0.0), per_device_train_batch_size=4, cmp=cmp, **known)
+        model = tiny_bert(dropout=0.0, layers=2)
+        trainer = l2l_trainer(tmp_path, model=model, per_device_train_batch_size=4, cmp=cmp, **known)
         train(trainer)
     finally:
         enable_simulated_accelerator()
@@ -53,20 +54,27 @@ def test_the_device_is_not_waited_for_before_a_log(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stream, "wait", noted)
     trainer = l2l_trainer(
-        tmp_path, model=tiny_bert(dropout=0.0, layers=2), ubatch_size=2, max_steps=6, logging_steps=3, **ON
+        tmp_path, model=tiny_bert(dropout=0.0, layers=2), ubatch_size=4, max_steps=6, logging_steps=3, **ON
     )
     trainer.train()
     assert waited == [3] * 3 + [6] * 3
     assert found_by(trainer).steps == 6 and math.isfinite(found_by(trainer).noise)
 
 
+@nightly
 def test_the_check_of_the_loss_makes_no_logits_of_all_tokens(tmp_path):
     """A first step takes no more memory than without it."""
     peaks = []
     for measures in ({}, ON):
         model = tiny_llama(vocab_size=2000)
         trainer = made(
-            tmp_path, model=model, data=ragged(longest=16, shortest=16), max_steps=1, ubatch_size=1, **measures
+            tmp_path,
+            model=model,
+            data=ragged(longest=16, shortest=16),
+            gradient_accumulation_steps=2,
+            max_steps=1,
+            ubatch_size=1,
+            **measures,
         )
         torch.accelerator.reset_peak_memory_stats()
         train(trainer)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 
 import models
 import pipelined
@@ -26,9 +25,10 @@ from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import enable_simulated_accelerator
 from hf_l2l.testing.sim_stream import random_landing
-from models import SMALL, batch_for
+from models import Toy, batch_for
 from pipelined import Trained, trained
-from tiers import combinations, more, times
+from runs import config_for
+from tiers import ALL, combinations, more, nightly, times
 
 OF_DEVICES = (wait_reasons.ROWS_ARRIVED, wait_reasons.GIVEN_COMPUTED)
 WAITS = (
@@ -79,12 +79,27 @@ def _four() -> Iterator[None]:
 
 def model_of(family: str) -> Any:
     torch.manual_seed(1)
-    return pipelined.FAMILIES[family]()
+    return Toy(5, 16) if family == "toy" else pipelined.FAMILIES[family]()
+
+
+def config_of(model: Any, count: int, **options: Any) -> L2LConfig:
+    return config_for(model, device=pipelined.devices(count), ubatch_size=2, **options)
+
+
+def few_rows(model: Any, step: int) -> Any:
+    return batch_for(model, masked=False, rows=8 - (step % 3 == 2), seed=step)
+
+
+def on(count: int, family: str, mode: str, steps: int = 2) -> Trained:
+    options = dict(MODES[mode])
+    if family == "toy":
+        options |= {"layer_classes": ("Block",), "batches": few_rows}
+    return trained(model_of(family), count, steps=steps, **options)
 
 
 @cache
 def on_one(family: str, mode: str, steps: int = 2) -> Trained:
-    return trained(model_of(family), 1, steps=steps, **MODES[mode])
+    return on(1, family, mode, steps)
 
 
 def is_possible(mode: str, family: str) -> bool:
@@ -94,25 +109,27 @@ def is_possible(mode: str, family: str) -> bool:
 @pytest.mark.parametrize(
     ("mode", "family", "count", "steps"),
     [
-        *(("fp16", "gpt2", 2, 3), ("kept", "bert", 2, 2), ("whole batch", "albert", 2, 2)),
+        *(("fp16", "gpt2", 2, 1), ("whole batch", "albert", 2, 1)),
         *more(
             *combinations(
                 MODES, pipelined.FAMILIES, (2, 3, 4), (3,), where=lambda mode, family, *_: is_possible(mode, family)
             )[::24],
             ("bf16 host", "t5", 3, 20),
+            ("kept", "bert", 2, 2),
         ),
     ],
 )
 def test_layers_in_turn_have_the_bits_of_one_device(mode, family, count, steps):
     """Losses, norms, weights, moments, random numbers."""
-    found = trained(model_of(family), count, steps=steps, **MODES[mode])
-    assert not found.differences(on_one(family, mode, steps))
+    assert not on(count, family, mode, steps).differences(on_one(family, mode, steps))
 
 
 @pytest.mark.parametrize("why", WAITS)
 def test_every_wait_is_needed(why, monkeypatch):
-    modes = ["device"] if why in OF_DEVICES else ["device", "host, one slot"]
-    wanted = [on_one("t5", mode) for mode in modes]
+    modes = ["device"] if why in OF_DEVICES else ["host, one slot", *more("device")]
+    family = "t5" if why == wait_reasons.GIVEN_COMPUTED or ALL else "toy"
+    steps = 1 if why == wait_reasons.GIVEN_COMPUTED else 2
+    wanted = [on_one(family, mode, steps) for mode in modes]
     wait, found = stream.wait, set()
 
     def without(event: Any, reason: str, **options: Any) -> None:
@@ -123,37 +140,41 @@ def test_every_wait_is_needed(why, monkeypatch):
     monkeypatch.setattr(stream, "wait", without)
     with pytest.raises((RuntimeError, AssertionError), match="sim|not finite|weight|differs"):
         for mode, expected in zip(modes, wanted, strict=True):
-            assert not trained(model_of("t5"), 3, steps=2, **MODES[mode]).differences(expected), "differs"
+            assert not on(3, family, mode, steps).differences(expected), "differs"
     assert why in found
 
 
 @pytest.mark.parametrize("seed", range(times(1, 12)))
-@pytest.mark.parametrize("mode", ["host", *more("device", "host stash")])
+@pytest.mark.parametrize("mode", ["host, one slot", *more("host", "device", "host stash")])
 def test_when_copies_land_changes_no_bit(seed, mode):
-    family = ("bert", "t5", "albert")[seed % 3]
+    family = ("toy", "t5", "bert", "albert")[seed % 4]
     with random_landing(seed):
-        found = trained(model_of(family), 3, steps=2, **MODES[mode])
+        found = on(3, family, mode)
     assert not found.differences(on_one(family, mode))
 
 
 # ---- from device to device
 
 
-@pytest.mark.parametrize(("family", "mode"), [("bert", "bf16 host"), *more(("t5", "device"), ("bert", "device"))])
-def test_devices_without_peer_access_pass_rows_through_the_host(family, mode, caplog, monkeypatch):
+WAYS = {
+    "no peer access": "rows pass between them through memory of the host, since",
+    "direct": "layers run on sim:0, sim:1, sim:2 in turn; rows pass between them directly",
+    "one reads wrongly": "since sim:2 cannot read that of sim:0, or reads it wrongly",
+}
+
+
+@pytest.mark.parametrize("way", ["no peer access", *more("direct", "one reads wrongly")])
+@pytest.mark.parametrize(("family", "mode"), [("toy", "device"), *more(("t5", "device"), ("bert", "bf16 host"))])
+def test_devices_without_peer_access_pass_rows_through_the_host(family, mode, way, caplog, monkeypatch):
     """And those that read the memory of another one wrongly."""
     caplog.set_level(logging.DEBUG, "hf_l2l")
-    wanted = on_one(family, mode, 1)
-    enable_simulated_accelerator(devices=3, peer_access=False)
-    assert not trained(model_of(family), 3, steps=1, **MODES[mode]).differences(wanted)
-    assert "rows pass between them through memory of the host, since" in caplog.text
-    enable_simulated_accelerator(devices=3)
-    assert not trained(model_of(family), 3, steps=1, **MODES[mode]).differences(wanted)
-    assert "layers run on sim:0, sim:1, sim:2 in turn; rows pass between them directly" in caplog.text
-    sends_wrongly = (torch.device("sim:0"), torch.device("sim:2"))
-    monkeypatch.setattr(stream, "arrives_as_sent", lambda *pair: pair != sends_wrongly)
-    assert not trained(model_of(family), 3, steps=1, **MODES[mode]).differences(wanted)
-    assert "since sim:2 cannot read that of sim:0, or reads it wrongly" in caplog.text
+    wanted = on_one(family, mode)
+    enable_simulated_accelerator(devices=3, peer_access=way != "no peer access")
+    if way == "one reads wrongly":
+        sends_wrongly = (torch.device("sim:0"), torch.device("sim:2"))
+        monkeypatch.setattr(stream, "arrives_as_sent", lambda *pair: pair != sends_wrongly)
+    assert not on(3, family, mode).differences(wanted)
+    assert WAYS[way] in caplog.text
 
 
 # ---- faults
@@ -166,18 +187,17 @@ class Broken(Exception):
 @pytest.mark.parametrize(
     ("sweep", "number", "stash"),
     [
-        *(("forward", 1, "host"), ("backward", 1, "device")),
+        ("backward", 1, "device"),
+        *more(("forward", 1, "host")),
         *more(*((sweep, number, "host") for sweep in ("forward", "backward") for number in (0, 4))),
     ],
 )
 def test_a_fault_on_one_device_ends_the_step_and_the_next_one_is_right(sweep, number, stash):
     """The error names the layer; what is left trains on, with the bits of a run without the fault."""
-    model, sound = model_of("bert"), model_of("bert")
-    config = L2LConfig(device=pipelined.devices(3), ubatch_size=2, stash=stash)
+    model, sound = model_of("toy"), model_of("toy")
     for each in (model, sound):
-        attach_l2l(each, config)
-    layer = model.bert.encoder.layer[number]
-    batch = batch_for(model)
+        attach_l2l(each, config_of(each, 3, stash=stash))
+    batch = batch_for(model, masked=False)
     calls: list[bool] = []
 
     def breaks(module: Any, args: Any) -> None:
@@ -186,14 +206,14 @@ def test_a_fault_on_one_device_ends_the_step_and_the_next_one_is_right(sweep, nu
             raise Broken
 
     state = torch.sim.get_rng_state(0)
-    handle = layer.output.register_forward_pre_hook(breaks)
+    handle = model.blocks[number].down.register_forward_pre_hook(breaks)
     with pytest.raises(Broken) as error:
         for each in range(2):
             loss = model(**batch).loss
             if sweep == "backward" or each:
                 loss.backward()
     handle.remove()
-    assert f"bert.encoder.layer.{number}" in "".join(error.value.__notes__)
+    assert f"blocks.{number}" in "".join(error.value.__notes__)
     model.zero_grad()
     found = []
     for each in (model, sound):
@@ -218,6 +238,7 @@ def test_a_device_without_memory_is_named():
     assert all(p.grad is not None for p in model.parameters())
 
 
+@nightly
 def test_a_fault_of_a_copy_between_devices_leaves_a_usable_model(monkeypatch):
     model = model_of("bert")
     attach_l2l(model, L2LConfig(device=pipelined.devices(3), ubatch_size=2))
@@ -261,15 +282,16 @@ def test_evaluation_and_generation_are_those_of_one_device(family):
         with torch.inference_mode():
             found.append((count, model(**batch).logits.cpu()))
         ids = {k: v for k, v in batch.items() if k != "labels"}
-        for beams in (1, 2):
-            tokens = model.generate(**ids, max_new_tokens=5, num_beams=beams, do_sample=False)
+        for beams in (1, *more(2)):
+            tokens = model.generate(**ids, max_new_tokens=3, num_beams=beams, do_sample=False)
             found.append((count, tokens.cpu()))
         detach_l2l(model)
     one, three = ([t for n, t in found if n == count] for count in (1, 3))
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
-@pytest.mark.parametrize(("family", "places"), [("bert", {"stash": "host", "boundary": "host"}), *more(("t5", {}))])
+@nightly
+@pytest.mark.parametrize(("family", "places"), [("bert", {"stash": "host", "boundary": "host"}), ("t5", {})])
 def test_micro_batches_of_two_sizes_have_the_gradients_of_one(family, places):
     """Of 9 rows, 3 devices get 6 micro-batches: three of two rows, and three of one."""
     found = []
@@ -305,10 +327,10 @@ def test_gradients_that_stay_on_their_devices_can_change_before_the_step(residen
     """No norm is known of them any more."""
     found = []
     for count in (1, 3):
-        model = model_of("bert").eval()
-        eps = attach_l2l(model, L2LConfig(device=pipelined.devices(count), ubatch_size=2, **resident))
+        model = model_of("toy").eval()
+        eps = attach_l2l(model, config_of(model, count, **resident))
         optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        model(**batch_for(model)).loss.backward()
+        model(**batch_for(model, masked=False)).loss.backward()
         CHANGES[change](eps, list(model.parameters()))
         norm = eps.grad_norm().cpu()
         optimizer.step()
@@ -322,16 +344,15 @@ def test_gradients_that_stay_on_their_devices_can_change_before_the_step(residen
 
 def test_devices_without_a_layer_are_named_once(caplog):
     """Two layers on three devices have the bits of one."""
-    config = hf.BertConfig(**{**SMALL, "num_hidden_layers": 2})
-    torch.manual_seed(1)
-    model = hf.BertForSequenceClassification(config)
-    found = trained(copy.deepcopy(model), 3, steps=2)
+    options: dict[str, Any] = {"steps": 2, "layer_classes": ("Block",), "batches": few_rows}
+    found = trained(Toy(2), 3, **options)
     told = [r.message for r in caplog.records if "in turn: none" in r.message]
     assert told == ["2 layers run on 3 devices in turn: none on sim:2"]
-    assert not found.differences(trained(copy.deepcopy(model), 1, steps=2))
+    assert not found.differences(trained(Toy(2), 1, **options))
 
 
-@pytest.mark.parametrize("devices", [["sim:1"], *more(["sim:0"], ["sim:0", "sim:2"])], ids=str)
+@nightly
+@pytest.mark.parametrize("devices", [["sim:1"], ["sim:0"], ["sim:0", "sim:2"]], ids=str)
 def test_a_trace_beside_that_of_a_model_on_several_devices(devices, tmp_path):
     """It is told of copies and waits of that model, which are those of a device that it has no clock for."""
     files = tmp_path / "several.json", tmp_path / "other.json"

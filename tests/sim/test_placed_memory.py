@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, estimate
+from hf_l2l.testing import enable_simulated_accelerator
 from models import Toy, batch_for, train_once
 from placements import LAYERS, PLACEMENTS, traffic, travelling_bytes
 from runs import OPTIMIZERS, attach, config_for
@@ -18,8 +19,9 @@ from training import settled_memory, tiny_bert
 
 def stepped(model: nn.Module, steps: int = 2, **options: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """The EPS, the optimizer and a batch of a model that has made some steps."""
-    eps = attach_l2l(model, config_for(model, **{"device": "sim", "ubatch_size": 2, **options}))
-    optimizer, batch = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3)), batch_for(model)
+    eps = attach_l2l(model, config_for(model, **{"device": "sim", "ubatch_size": 4, **options}))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    batch = batch_for(model, masked=False)
     for _ in range(steps):
         train_once(model, batch)
         optimizer.step(), optimizer.zero_grad()
@@ -27,29 +29,34 @@ def stepped(model: nn.Module, steps: int = 2, **options: Any) -> tuple[Any, Any,
     return eps, optimizer, batch
 
 
+def of_shell_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters outside the layers of a `Toy`."""
+    return [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
+
+
 WITH_LANES = [
     name for name, each in PLACEMENTS.items() if each.options.get("stash") != "host" and "prefetch" not in each.options
 ]
 """Those in whose lanes weights and gradients travel alone."""
+SOME = ("shell and layers", "all, updated on the host", "layers, updated on the host", "kept graphs", "some of each")
 
 
-@pytest.mark.parametrize("name", WITH_LANES)
+@pytest.mark.parametrize("name", [*SOME, *more(*(name for name in WITH_LANES if name not in SOME))])
 def test_what_travels_in_a_step(name):
     """The shell and the layers' weights, and gradients of what is updated on the host: `Placement.uploads` says how
     many layers; what stays is uploaded once per update, where it is updated on the host."""
     placement = PLACEMENTS[name]
-    model = tiny_bert(layers=LAYERS, dropout=0.0)
+    model = Toy(LAYERS, tied=False)
     eps, optimizer, batch = stepped(model, **placement.options)
-    layer = travelling_bytes(model.bert.encoder.layer[0])
-    shell = sum(p.nbytes for each, p in model.named_parameters() if "encoder" not in each)
+    layer, shell = travelling_bytes(model.blocks[0]), sum(p.nbytes for p in of_shell_of(model))
     is_renewed = placement.options.get("resident_update") == "host"
     has_copies = is_renewed and placement.options.get("resident") == "all"
-    of_shell = 0 if placement.resident_shell else shell
+    travels = 0 if placement.resident_shell else shell
     found = traffic(lambda: train_once(model, batch))
-    assert found["upload"] == placement.uploads * layer + of_shell
+    assert found["upload"] == placement.uploads * layer + travels
     streamed_gradients = (LAYERS - placement.resident_layers) * layer
-    assert found["download"] >= streamed_gradients + of_shell
-    assert found["download"] <= streamed_gradients + of_shell + 64 * (LAYERS + 8)  # and norms
+    assert found["download"] >= streamed_gradients + travels
+    assert found["download"] <= streamed_gradients + travels + 64 * (LAYERS + 8)  # and norms
     again = traffic(lambda: train_once(model, batch))["upload"]  # a second batch of the step
     renewed = LAYERS if has_copies else 2 if is_renewed else 0
     added_to = sum(p.grad.nbytes for p in model.parameters() if p.grad.is_cpu)
@@ -58,26 +65,37 @@ def test_what_travels_in_a_step(name):
     assert traffic(lambda: train_once(model, batch)) == found
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_LANES if "graphs" not in name and name != "some of each"])
+NAMED = ("shell and layers", "kept weights")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMED,
+        *more(*(n for n in WITH_LANES if "graphs" not in n and n not in ("some of each", *NAMED))),
+    ],
+)
 @pytest.mark.parametrize("options", [{"cmp": "bf16"}, *more({})], ids=str)
 def test_what_they_take_has_a_name_and_an_estimate(name, options):
     settled_memory()
-    placement, model = PLACEMENTS[name], tiny_bert(layers=LAYERS, width=32)
+    placement, model = PLACEMENTS[name], Toy(LAYERS, 32, tied=False)
     eps, optimizer, batch = stepped(model, **options, **placement.options)
     loss = model(**batch).loss
-    found, layer = eps.memory_report()["device"], travelling_bytes(model.bert.encoder.layer[0], 2 if options else 4)
+    found, layer = eps.memory_report()["device"], travelling_bytes(model.blocks[0], 2 if options else 4)
     loss.backward()
     resident = eps.memory_report()["device"]["resident layers"]["now"]  # with gradients
-    config = L2LConfig(device="sim", ubatch_size=2, **options, **placement.options)
-    need, streamed = estimate(model, config, optimizer), estimate(model, L2LConfig(device="sim", **options), optimizer)
+    need, streamed = (
+        estimate(model, config_for(model, device="sim", **options, **places), optimizer)
+        for places in (placement.options, {})
+    )
     for kind, layers in placement.kept.items():
         assert found[kind]["now"] == layers * layer, kind
     assert found["kept weights"]["now"] == need.kept_weights
     assert resident == pytest.approx(need.resident, rel=0.02)
-    count = sum(p.numel() for each in model.bert.encoder.layer[: placement.resident_layers] for p in each.parameters())
+    count = sum(p.numel() for each in model.blocks[: placement.resident_layers] for p in each.parameters())
     assert 16 * count <= resident or "resident layers" in placement.kept
     if placement.resident_shell:
-        count += sum(p.numel() for each, p in model.named_parameters() if "encoder" not in each)
+        count += sum(p.numel() for p in of_shell_of(model))
     # Masters, gradients and moments of what is resident are not on the host.
     assert streamed.masters - need.masters == streamed.gradients - need.gradients == 4 * count
     assert streamed.moments - need.moments == pytest.approx(8 * count, rel=0.01)
@@ -88,13 +106,13 @@ def test_a_resident_shell_takes_masters_gradients_and_moments():
     held, said = [], []
     for resident in ("none", "shell"):
         before = settled_memory()
-        model = tiny_bert(layers=2, width=64)
+        model = Toy(2, 64, tied=False)
         eps, optimizer, batch = stepped(model, resident=resident)
         train_once(model, batch)
         eps.synchronize()
         held.append(settled_memory() - before)
-        said.append(estimate(model, L2LConfig(device="sim", resident=resident), optimizer))
-        count = sum(p.numel() for name, p in model.named_parameters() if "encoder" not in name)
+        said.append(estimate(model, config_for(model, device="sim", resident=resident), optimizer))
+        count = sum(p.numel() for p in of_shell_of(model))
         del model, eps, optimizer
     assert held[1] - held[0] == pytest.approx(4 * 4 * count, rel=0.03)
     assert said[1].shell - said[0].shell == pytest.approx((4 * 4 - 8) * count, rel=0.01)
@@ -150,10 +168,7 @@ def test_inputs_that_stay_do_not_travel(kept, boundary):
     """Of four layers, the inputs of the first ones go to the host and come back, one micro-batch after the other."""
     seen, width = [], 32
     for on_device in (0, kept):
-        model = tiny_bert(layers=4, width=width)
-        batch = batch_for(model)
-        config = L2LConfig(device="sim", ubatch_size=2, stash="host", boundary=boundary, device_stash=on_device)
-        eps = attach_l2l(model, config)
+        model, eps, _, batch = attach(Toy(4, width), stash="host", boundary=boundary, device_stash=on_device)
         for _ in range(2):
             train_once(model, batch)
         losses: list[torch.Tensor] = []
@@ -164,7 +179,7 @@ def test_inputs_that_stay_do_not_travel(kept, boundary):
     assert seen[1][1] - seen[0][1] == seen[0][0] - seen[1][0] == kept * inputs
 
 
-@pytest.mark.parametrize("options", [{}, {"kept_graphs": 2}, {"resident": "all", "kept_graphs": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"kept_graphs": 2}, *more({}, {"resident": "all", "kept_graphs": 3})], ids=str)
 def test_a_call_without_a_backward_frees_its_memory(options):
     model, _, optimizer, batch = attach(**options)
     model(**batch).loss.backward()
@@ -193,7 +208,7 @@ def test_the_backward_frees_kept_graphs_though_the_loss_lives():
         assert eps.memory_report()["device"]["kept graphs"]["now"] == 0
 
 
-@pytest.mark.parametrize("change", ["frozen", "assigned"])
+@pytest.mark.parametrize("change", ["frozen", *more("assigned")])
 def test_evaluations_of_a_changed_model_leave_no_copies_behind(change):
     """Each such call has units of its own, until one that trains."""
     model = tiny_bert(layers=2)
@@ -216,7 +231,7 @@ def test_a_look_at_how_calls_are_split_uploads_no_resident_copy():
     """The first call of a kind replays its beginning with the masters, which are only read."""
     model = tiny_bert(layers=2, dropout=0.0)
     stepped(model, 1, resident="all", resident_update="host")
-    batch, other = batch_for(model), batch_for(model, rows=6)
+    batch, other = batch_for(model, masked=False), batch_for(model, masked=False, rows=6)
     train_once(model, batch)
     with torch.no_grad():
         assert traffic(lambda: model(**other))["upload"] == 0
@@ -224,8 +239,6 @@ def test_a_look_at_how_calls_are_split_uploads_no_resident_copy():
 
 
 def test_weights_that_do_not_fit_go_back_to_the_host():
-    from hf_l2l.testing import enable_simulated_accelerator
-
     model = Toy()
     enable_simulated_accelerator(torch.accelerator.memory_allocated() + model.embed.weight.nbytes)
     try:

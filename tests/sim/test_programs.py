@@ -21,6 +21,7 @@ from hf_l2l.runtime.tensors import tensor_bytes
 from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit, page_locked_bytes
 from models import batch_for, train_once
 from runs import attach
+from tiers import more, nightly
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 # ---- hf-l2l
@@ -44,18 +45,22 @@ def test_env_has_the_device_and_page_locking(capsys, monkeypatch):
     assert "link_up" in text and "devices:\n  device: sim:0, name: simulated accelerator, " in text
 
 
+@nightly  # on the CPU: tests/programs
 def test_verify_runs_the_layers_there(tmp_path, capsys):
-    """And on the CPU beside it, unless it is asked for."""
     before = torch.sim.max_memory_allocated()
     torch.sim.reset_peak_memory_stats()
-    source = written(tmp_path, LLAMA)
+    source = written(tmp_path, LLAMA, num_hidden_layers=2)
     found = ran(capsys, "verify", source, "--device", "sim", "--json")
     assert found.status == 0 and (found.json["device"], found.json["status"]) == ("sim:0", "green")
     for name in ("gradients", "generate"):
         assert found.json["checks"][name]["verdict"] in ("exact", "within tolerance")
     assert torch.sim.max_memory_allocated() > settled_memory(), before
+
+
+@nightly
+def test_verify_runs_on_the_cpu_unless_the_device_is_asked_for(tmp_path, capsys):
     torch.sim.reset_peak_memory_stats()
-    found = ran(capsys, "verify", source, "--json")
+    found = ran(capsys, "verify", written(tmp_path, LLAMA, num_hidden_layers=2), "--json")
     assert (found.status, found.json["device"], found.json["status"]) == (0, "cpu", "green")
     assert torch.sim.max_memory_allocated() == settled_memory()
 
@@ -75,8 +80,8 @@ def _without_a_limit_afterwards() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("budget", "begin", "end"),
     [
-        ("auto", "the device must hold what a step needs", r": --device_memory_budget \d+KiB"),
         ("off", "the simulated accelerator is out of memory.", r"; try a smaller --ubatch_size, or --stash host"),
+        *more(("auto", "the device must hold what a step needs", r": --device_memory_budget \d+KiB")),
     ],
 )
 def test_too_small_a_device_is_said_in_one_line(
@@ -98,6 +103,7 @@ def test_too_small_a_device_is_said_in_one_line(
 # ---- the memory of the device
 
 
+@nightly
 def test_the_device_holds_less_layer_to_layer(tmp_path):
     """So deep that its layers outweigh the activations of one batch. The peak of a run is its own."""
     large = torch.zeros(2**22, device="sim")

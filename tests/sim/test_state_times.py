@@ -45,7 +45,7 @@ def no_tensor_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_l2l.state_tier.state.SMALL", 64)
 
 
-MACHINE = Machine(layers=12, ubatches=4, forward_s=1.0, transfer_s=1.0, optimizer_s=12.0)
+MACHINE = Machine(layers=8, ubatches=4, forward_s=1.0, transfer_s=1.0, optimizer_s=8.0)
 
 
 @pytest.mark.usefixtures("no_tensor_is_small")
