@@ -170,8 +170,9 @@ def test_a_download_is_seen_when_the_host_waits():
         assert is_poison(h) and not done.query(), "a stream has waited, and the host has not"
         done.synchronize()
         assert h.tolist() == [7.0] * 3 and done.query(), by
-        h.copy_(ready(3, value=5.0), non_blocking=True)
-        h.copy_(ready(3, value=6.0))
+        earlier, later = ready(3, value=5.0), ready(3, value=6.0)
+        h.copy_(earlier, non_blocking=True)
+        h.copy_(later)
         assert h.tolist() == [6.0] * 3, "the last one, though the one before was not waited for"
 
 
@@ -320,17 +321,18 @@ def test_slots_of_one_arena_do_not_conflict():
     arena[2].add_(1)
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_the_host_may_not_write_to_what_is_being_uploaded(late):
-    side, x, h = torch.sim.Stream(), ready(2), torch.zeros(2, 2)
-    with late_copies(late):
+@pytest.mark.parametrize("how", ["late", "early", "on the default stream"])
+def test_the_host_may_not_write_to_what_is_being_uploaded(how):
+    default, x, h = torch.sim.default_stream(), ready(2), torch.zeros(2, 2)
+    side = default if "default" in how else torch.sim.Stream()
+    with late_copies(how != "early"):
         done = queued(x, h[0], side)
-        torch.sim.default_stream().wait_event(done)
+        default.wait_event(done)
         h[1].fill_(3)  # beside it
         done.synchronize()
         h[0].fill_(2)
         again = queued(x, h[0], side)
-        torch.sim.default_stream().wait_event(again)
+        default.wait_event(again)
         h[0, 1] = 7
         with pytest.raises(RuntimeError, match=r"the host wrote into a tensor of shape \(2,\).*write-after-read"):
             again.synchronize()
@@ -451,8 +453,10 @@ def test_random_landing_depends_on_its_seed_only():
     assert landed(1) == first != landed(2) and len(set(first)) == 2
     x = ready(4)
     with random_landing(0), late_copies(False):
-        assert queued(x, torch.zeros(4), torch.sim.Stream()).query()
-    queued(x, torch.zeros(4), side := torch.sim.Stream())
+        assert queued(x, torch.zeros(4), side := torch.sim.Stream()).query()
+        queued(h := torch.ones(4), x, side)
+        assert h.tolist() == [0.0] * 4
+    queued(x, torch.zeros(4), side)
     assert not side.query(), "the switches end with their blocks"
 
 
