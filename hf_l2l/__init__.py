@@ -17,12 +17,12 @@ from packaging.version import Version as _Version
 
 from hf_l2l.version import __version__ as __version__
 
-_TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
 """The lowest version of each package that works, and the highest one that was tested."""
 _TESTED_PYTHON = (3, 13)
 
 
-def _check_versions(tested: dict[str, tuple[str, str]], python: tuple[int, ...] = sys.version_info[:2]) -> None:
+def check_versions(tested: dict[str, tuple[str, str]], python: tuple[int, ...] = sys.version_info[:2]) -> None:
     """Raise ImportError if an installed package is too old, and warn once of what is newer than what was tested."""
     newer, remedies = [], []
     for package, (lowest, highest) in tested.items():
@@ -118,7 +118,7 @@ need not wait for its import, and the commands `hf-l2l --help` and `hf-l2l env` 
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
-        _check_versions(_TESTED)  # a torch that is too old is to be refused before it is used
+        check_versions(TESTED)  # a torch that is too old is to be refused before it is used
         globals()[name] = found = getattr(import_module(f"hf_l2l.{_PLACES[name]}"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

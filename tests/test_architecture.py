@@ -420,3 +420,173 @@ def test_the_walks_name_what_is_there():
         known = rf"\b(def|class) {attribute}\b" if owner or not name.islower() else rf"\b{name}\b"
         assert re.search(known, code) or name in ("clip_grad_norm_",), name
         assert not owner or re.search(rf"\bclass {owner}\b", code), name
+
+
+# ---- what tests use of the package
+
+TESTS = sorted(p for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))
+
+OF_LIBRARIES = frozenset(
+    """_apply _buffers _clip_grad_norm _get_output_dir _load_best_model _load_from_checkpoint _modules _n_gpu
+    _old_forward _optimizer_step_post_hooks _parameters _repr_html_ _repr_png_ _save_checkpoint _save_rng_state
+    _train_batch_size _version""".split()
+)
+"""Private names of the package that are those of torch, transformers, accelerate and IPython: it overrides them, or
+sets them in objects of theirs."""
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+def private_names(tree: ast.AST, *, of_self: bool = False) -> set[str]:
+    """Names with one underscore that are defined: functions, classes, variables and attributes, those of `self` alone
+    with `of_self`."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if not of_self or dotted(node.value) == "self" else set()
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return {name for name in found if is_private(name)}
+
+
+@cache
+def private_names_of_the_package() -> set[str]:
+    return set().union(*(private_names(tree_of(file)) for file in FILES)) - OF_LIBRARIES
+
+
+def private_uses(tree: ast.AST, theirs: Collection[str]) -> list[str]:
+    """Attributes that are read or set, names that are imported, and keywords and strings (which name what is patched)
+    that are among the private names `theirs`. Names that the file defines are its own, but not those of `super()`, or
+    of another object."""
+    own = private_names(tree, of_self=True)
+    texts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found += [node.attr] if node.attr not in own or dotted(node.value) not in ("self", "cls") else []
+        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "hf_l2l":
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.keyword):
+            found += [str(node.arg)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            found += [name for name in node.value.split(".") if name not in own]
+    return [name for name in found if name in theirs]
+
+
+def test_tests_use_no_private_name_of_the_package():
+    assert found_in(TESTS, lambda file: private_uses(tree_of(file), private_names_of_the_package())) == {}
+
+
+def test_no_name_of_libraries_is_listed_in_vain():
+    defined = set().union(*(private_names(tree_of(file)) for file in FILES))
+    used = set().union(*(private_uses(tree_of(file), OF_LIBRARIES) for file in TESTS))
+    assert OF_LIBRARIES - (defined & used) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("x._steps", ["_steps"]),
+        ("x._steps = 1", ["_steps"]),
+        ("x.y._steps()", ["_steps"]),
+        ("from hf_l2l.eps import _steps", ["_steps"]),
+        ("patch.setattr(x, '_steps', None)", ["_steps"]),
+        ("with_methods(x, _steps=None)", ["_steps"]),
+        ("patch.setattr('hf_l2l.eps.server._steps', None)", ["_steps"]),
+        ("class A(B):\n    def _steps(self):\n        super()._steps()", ["_steps"]),
+        ("class A:\n    def f(self):\n        self._steps = 1\n        return self._steps", []),
+        ("def _steps(): ...\n_steps()", []),
+        ("x._version, x.__dict__, f'{y}_steps', 'of _steps'", []),
+    ],
+)
+def test_private_uses_are_found(source, found):
+    assert private_uses(ast.parse(source), {"_steps"}) == found
+
+
+BESIDE = {
+    # The engine's nouns, each with unit tests; and where faults of copies, updates and waits are put.
+    "across_devices": "choice sums",
+    "across_hosts": "calls",
+    "device": "device_weights layer_device prefetch slots",
+    "engine": "by_rows relay shell splitting",
+    "eps": "gradients host_memory masters pending updates weight_copies",
+    "logits": "chunks deferred recorded",
+    "model": "batch_dims captured_outputs container_writes layer_state precision quantized stacks units",
+    "optim": "bf16_state layerwise_check layerwise_step loss_scale rows_step",
+    "ranks": "counterparts meeting messages owners peers shared_pages team watch",
+    "rows": "functions host_rows row_modules weight_sums",
+    "runtime": "backward_callbacks compute_state flat_memory observer stall_log stream tensors wait_reasons worker",
+    "shared_eps": "host_memory remote server",
+    "stash": "arrivals rooms spill stash tiers",
+    "state_tier": "disk files window",
+    # Bytes and seconds that are told before a run, from shapes and rates: functions of numbers.
+    "budget": "agreed example saved watch within",
+    "memory": "device_memory held host_limits host_remedies ledger memory_estimate memory_report state_traffic",
+    "noise": "estimate growth items trainer_part",
+    "pipeline": "hosts ranks schedule times",
+    "plan": "layer_probe planner run_shapes step_time",
+    "probe": "disk figures known rates",
+    "scale": "curves l2l",
+    "shapes": "autocast fake_memory inputs traced",
+    "sizing": "capacity disk fit",
+    # Files: checkpoints and reports, which are written, read, damaged and interrupted.
+    "checkpoint": "background finding manifest reserved snapshot staging",
+    "rank_saves": "background secured",
+    "realtime": "copying lock schedule trainer_part",
+    "report": "host_tensors pictures.run_log pictures.run_picture timeline trace_file traced_steps wait_time",
+    # Parts of the side of the Trainer that no public name reaches, or where its surroundings are patched.
+    "accumulation": "merging",
+    "hf": "attach checkpoints hooks preparation training_args",
+    # Programs, in this process, and what they are made of.
+    "cli": "demo main printed.estimate printed.model_facts",
+    "glue": "compare data messages options own_data.columns own_data.files retired said.ending said.typed scores",
+    "verify": "__main__ cases checks comparisons families family mixed results table tiny.copies tiny.fields",
+    # The simulated accelerator's own tests.
+    "testing": "sim_backward sim_copies sim_disk sim_host sim_pages sim_race sim_recorder sim_schedule sim_stream "
+    "sim_tensor",
+    # Files and folders at the top.
+    "": "compat demo devices glue measure model_source option_names own_command scale surroundings",
+}
+"""Folder -> its modules that tests import; everything else they reach by `hf_l2l` and `hf_l2l.testing`."""
+
+
+def module_of(name: str) -> str:
+    """The module that an import names, or is of: "hf_l2l.eps.masters" for "hf_l2l.eps.masters.Master"."""
+    path = ROOT / name.replace(".", "/")
+    return name if path.is_dir() or path.with_suffix(".py").is_file() else name.rpartition(".")[0]
+
+
+def modules_beside(tree: ast.AST) -> set[str]:
+    """Modules of the package that are imported, beside the two that are for users."""
+    found = {module_of(name) for name in imports_of(tree) if name.split(".")[0] == "hf_l2l"}
+    return found - {"hf_l2l", "hf_l2l.testing"}
+
+
+def test_tests_import_the_modules_that_are_listed():
+    listed = {".".join(filter(None, ("hf_l2l", folder, n))) for folder, names in BESIDE.items() for n in names.split()}
+    imported = set().union(*(modules_beside(tree_of(file)) for file in TESTS))
+    assert {"not listed": imported - listed, "not imported": listed - imported} == {
+        "not listed": set(),
+        "not imported": set(),
+    }
+    assert all(names.split() == sorted({*names.split()}) for names in BESIDE.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import hf_l2l.eps.masters", {"hf_l2l.eps.masters"}),
+        ("from hf_l2l.eps import masters", {"hf_l2l.eps.masters"}),
+        ("def f():\n    from hf_l2l.eps.masters import Master", {"hf_l2l.eps.masters"}),
+        ("from hf_l2l import compat, attach_l2l, testing", {"hf_l2l.compat"}),
+        ("from hf_l2l.testing import Costs\nimport torch", set()),
+    ],
+)
+def test_modules_beside_are_found(source, found):
+    assert modules_beside(ast.parse(source)) == found

@@ -116,7 +116,7 @@ class BackgroundSave:
         ]
         Snapshot([others], room=0, locks=locks).write()
         room = SAVED_LAYERS * max(sizes, default=0)
-        self._snapshot = Snapshot(regions_of, room, self._has_secured, locks=locks)
+        self.snapshot = Snapshot(regions_of, room, self._has_secured, locks=locks)
         self._eps = eps
         self._held = held.pop_all()  # from here on, the caller does not close it
         self._future: Future[None] = Future()
@@ -160,7 +160,7 @@ class BackgroundSave:
         for master in masters:
             master.saving = None
         self._eps.saving = None
-        self._eps.ledger.saw(BEING_SAVED, self._snapshot.most_copied_bytes)
+        self._eps.ledger.saw(BEING_SAVED, self.snapshot.most_copied_bytes)
 
     def _run(self, finish: Callable[[], None]) -> None:
         self._may_write.wait()
@@ -169,7 +169,7 @@ class BackgroundSave:
         with ExitStack() as stack:
             stack.push(self._has_ended)
             stack.enter_context(self._held)
-            self._snapshot.write()
+            self.snapshot.write()
             finish()
 
     def _has_ended(self, kind: object, error: BaseException | None, traceback: object) -> bool:
@@ -191,17 +191,17 @@ class BackgroundSave:
         # Without a number: what `wait_for_values` of another thread has let go since.
         for number in {self._numbers.get(master) for master in masters}:
             if number is not None:
-                self._snapshot.secure(number)
+                self.snapshot.secure(number)
 
     def wait_for_values(self) -> None:
         """Wait until all values may change."""
-        self._snapshot.wait()
+        self.snapshot.wait()
         self._end()
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of host memory that copies of values take now."""
-        return self._snapshot.copied_bytes
+        return self.snapshot.copied_bytes
 
     def poll(self) -> bool:
         """`is_done`. With several ranks, a call is where they tell each other how far they are."""

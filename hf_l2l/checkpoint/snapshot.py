@@ -60,19 +60,19 @@ class Snapshot:
         """
         self._secured, self._locks = secured, locks
         self._groups = [_Group(regions) for regions in groups]
-        self._free = self._least_free = self._room = room
+        self._free = self._least_free = self.room = room
         self._changed = Condition()
-        self._has_ended = self._is_stopped = False
+        self._has_ended = self.is_stopped = False
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of the copies that there are now."""
-        return self._room - self._free
+        return self.room - self._free
 
     @property
     def most_copied_bytes(self) -> int:
         """The most that they have been."""
-        return self._room - self._least_free
+        return self.room - self._least_free
 
     def write(self) -> None:
         """Write all groups; to be called once, on a thread of its own.
@@ -83,7 +83,7 @@ class Snapshot:
         try:
             with ExitStack() as stack:
                 opened: dict[Path, int] = {}
-                while (group := self._next()) is not None:
+                while (group := self.next_group()) is not None:
                     for region in group.regions:
                         if region.file not in opened:
                             opened[region.file] = os.open(region.file, os.O_WRONLY)
@@ -103,10 +103,10 @@ class Snapshot:
     def stop(self) -> None:
         """Write no further group: nobody needs the files any more."""
         with self._changed:
-            self._is_stopped = True
+            self.is_stopped = True
             self._changed.notify_all()
 
-    def _next(self) -> _Group | None:
+    def next_group(self) -> _Group | None:
         """The group to write next: copies first, since others may wait for their memory, then what somebody waits for.
         Waits for a copy that is being made, if nothing else is left; None if all is written."""
 
@@ -114,7 +114,7 @@ class Snapshot:
             return group.now is not _Is.COPIED, not group.is_urgent
 
         with self._changed:
-            while not self._is_stopped:
+            while not self.is_stopped:
                 ready = [g for g in self._groups if g.now in (_Is.UNTOUCHED, _Is.COPIED)]
                 if ready:
                     found = min(ready, key=order)

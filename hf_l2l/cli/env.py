@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
 def _unsupported() -> str | None:
     """What is wrong with the versions, in one sentence; None if they are supported."""
     try:
-        hf_l2l._check_versions(hf_l2l._TESTED)
+        hf_l2l.check_versions(hf_l2l.TESTED)
     except (ImportError, PackageNotFoundError) as error:
         return str(error)
     return None

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             remedy = f"did you mean {near[0]}?" if near else "hf-l2l --help says what each of them does"
             print(f"hf-l2l: a command must be {_listed(COMMANDS)} (got {given[0]!r}); {remedy}", file=sys.stderr)
             return BAD_INPUT
-        options, unknown = _parser(commands, set(given)).parse_known_args(given)
+        options, unknown = make_parser(commands, set(given)).parse_known_args(given)
     except SystemExit as end:  # of --help, --version, or flags that argparse refuses
         return end.code if isinstance(end.code, int) else BAD_INPUT
     command: Command = options.command
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _parser(commands: Sequence[Command], given: Container[str]) -> argparse.ArgumentParser:
+def make_parser(commands: Sequence[Command], given: Container[str]) -> argparse.ArgumentParser:
     """The parser; only commands that are `given` have their flags, which may take imports."""
     parser = _Parser(
         prog="hf-l2l",

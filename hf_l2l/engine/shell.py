@@ -198,7 +198,7 @@ class NonLayerWeights(DeviceWeights):
         self.uploads.settle()
 
 
-class _Owner:
+class Owner:
     """The shell and the unit to which the leaves of one call belong. What the program keeps of a graph that has run
     backward must not keep the engine, and with it the model: then these are there as long as others have them."""
 
@@ -258,7 +258,7 @@ class Shell:
         """The name of the layer that a backward computes again now, if it does."""
         self._spent: list[weakref.ref[torch.Tensor]] = []
         """Device copies of weights that have got their gradients in the backward that runs, which frees its graph."""
-        self._sent: list[_Owner] = []
+        self._sent: list[Owner] = []
         """Those of leaves that have got their gradients in it, once for each gradient."""
         eps.backwards.call(at_end=self._free_spent, at_failure=self._keep_spent)
 
@@ -444,8 +444,8 @@ class Shell:
         masters = self.eps.masters
         # A layer that the program calls itself has no non-layer modules; the relay uploads it.
         unit = masters.non_layer_unit(module)
-        owner = _Owner(self, unit)
-        copies, requires_grad, on_gradient = self.eps.copies, torch.is_grad_enabled(), self._sender(owner)
+        owner = Owner(self, unit)
+        copies, requires_grad, on_gradient = self.eps.copies, torch.is_grad_enabled(), self.sender(owner)
         if requires_grad:
             self.eps.expect(unit)
         if self.lane.is_stream and not stream.shares_host_memory(self.device):
@@ -491,7 +491,7 @@ class Shell:
         self._sent.clear()
 
     @staticmethod
-    def _sender(owner: _Owner) -> OnGradient:
+    def sender(owner: Owner) -> OnGradient:
         def send(number: int, leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             shell, unit = owner.get()

@@ -287,7 +287,7 @@ def _compare(
         if len(part) != len(at_once):
             raise NoConsistentSplit(f"{len(at_once)} outputs at once and {len(part)} in ubatches")
         for whole, piece, dim in zip(at_once, part, dims.dims, strict=True):
-            if not _close(narrow(whole, dim, rows, start, stop), piece):
+            if not close_enough(narrow(whole, dim, rows, start, stop), piece):
                 raise MixedRows("its rows give different results in ubatches than all at once")
     return dims
 
@@ -353,7 +353,7 @@ def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _close(expected: torch.Tensor, result: torch.Tensor) -> bool:
+def close_enough(expected: torch.Tensor, result: torch.Tensor) -> bool:
     """Whether two results of the same computation differ by rounding only, relative to the largest value."""
     if expected.shape != result.shape:
         return False

@@ -13,14 +13,14 @@ import psutil
 def available_host_bytes() -> int:
     """Host memory that can still be allocated: available in the system, within the limits of the control groups."""
     available = [int(psutil.virtual_memory().available)]
-    for folder, limit, usage in _control_groups():
+    for folder, limit, usage in control_groups():
         left = _left_in_group(folder / limit, folder / usage)
         if left is not None:
             available.append(left)
     return min(available)
 
 
-def _control_groups(
+def control_groups(
     membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[Path, str, str]]:
     """Control groups that may limit this process, from its own up: folder, and file names of limit and usage."""
@@ -43,7 +43,7 @@ def _control_groups(
 
 def group_bytes() -> int | None:
     """The least limit of memory, in bytes, that the control groups of this process have; None without one."""
-    found = (_number(folder / limit) for folder, limit, _ in _control_groups())
+    found = (_number(folder / limit) for folder, limit, _ in control_groups())
     return min((number for number in found if number is not None), default=None)
 
 
@@ -51,7 +51,7 @@ def group_cores() -> float | None:
     """The least limit of processor time, in cores, that the control groups of this process have (of version 2; of
     version 1 none is found); None without one."""
     found = []
-    for folder, _, _ in _control_groups():
+    for folder, _, _ in control_groups():
         try:
             quota, period = (folder / "cpu.max").read_text().split()
         except (OSError, ValueError):

@@ -72,7 +72,7 @@ def probe(device: torch.device | str | None = None, sizes: Sizes | None = None) 
         dram=_dram(sizes, cores),
         adamw_by_threads={n: _adamw(sizes, n) for n in sorted({1, max(1, cores // 2), cores})},
         device_adamw=None if stream.shares_host_memory(device) else _device_adamw(device, sizes),
-        flops={name: rate for name, dtype in DTYPES.items() if (rate := _flops(device, dtype, sizes)) is not None},
+        flops={name: rate for name, dtype in DTYPES.items() if (rate := flops_of(device, dtype, sizes)) is not None},
         page_locked=page_locked,
         pageable=pageable,
     )
@@ -83,12 +83,13 @@ def probe(device: torch.device | str | None = None, sizes: Sizes | None = None) 
 def device_name(device: torch.device) -> str:
     """What the device calls itself; of the CPU, the name of the processor."""
     if device == stream.HOST:
-        return _processor()
+        return processor_name()
     ask = getattr(stream.device_module(device), "get_device_name", None)
     return str(device) if ask is None else str(ask(device))
 
 
-def _processor(info: Path = Path("/proc/cpuinfo")) -> str:
+def processor_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """What the system calls the processor, in `info` if it has that."""
     if info.exists():
         for line in info.read_text().splitlines():
             if line.startswith("model name"):
@@ -222,13 +223,13 @@ def _threads(count: int) -> Iterator[None]:
 # ---- products
 
 
-def _flops(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float | None:
+def flops_of(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float | None:
     """FLOP/s of products of square matrices, the smallest that take 10 ms, or the largest that it has memory for; None
     if the device has none of `dtype`."""
     rows, measured = min(256, sizes.most_rows), None
     try:
         while True:
-            turn = _product(device, dtype, rows)
+            turn = product(device, dtype, rows)
             turn()  # kernels are chosen, and loaded
             measured = turn, rows
             if turn() > 0.01 or 2 * rows > sizes.most_rows:
@@ -241,7 +242,8 @@ def _flops(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float | No
     return None if measured is None else 2 * measured[1] ** 3 / median(measured[0], sizes.seconds)
 
 
-def _product(device: torch.device, dtype: torch.dtype, rows: int) -> Callable[[], float]:
+def product(device: torch.device, dtype: torch.dtype, rows: int) -> Callable[[], float]:
+    """A turn of one product of two square matrices."""
     a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 

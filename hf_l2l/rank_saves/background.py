@@ -174,7 +174,7 @@ class BackgroundSaveOfRanks(BackgroundSave):
         other rank, and waits for its own thread."""
         if self._stage is _Stage.WRITING:
             self._is_given_up = True
-            self._snapshot.stop()
+            self.snapshot.stop()
             self._may_commit.set()
         futures.wait([self._future])
         self._end()

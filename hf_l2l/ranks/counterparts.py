@@ -30,7 +30,7 @@ NO_LIMIT = timedelta(days=365)
 """For calls that wait until other hosts come to them: whether those are alive is found out by their heartbeats."""
 
 
-class _Call:
+class Call:
     """What the thread of the counterparts is to do."""
 
     def __init__(self, function: Callable[[], object]) -> None:
@@ -63,7 +63,7 @@ class Counterparts:
         self.count = len(self.ranks)
         self.others = [rank for rank in self.ranks if rank != peers.rank]
         self._peers = peers
-        self._asked = 0
+        self.asked = 0
         self.landing = 0
         """The number of the last gradients that this rank has given, or is about to give."""
 
@@ -78,9 +78,9 @@ class Counterparts:
         self.sums, self.sums_back = group("sums"), group("sums back")
         """Sums pass from earlier hosts to later ones over the first, and back over the second."""
         watch_far_ranks(peers.state, group("alive"), self.ranks)
-        self._calls = calls = queue.SimpleQueue[_Call | None]()
+        self._calls = calls = queue.SimpleQueue[Call | None]()
         changed = peers.state.changed
-        self.run(lambda: _run(calls, changed), "hf_l2l hosts")
+        self.run(lambda: run_calls(calls, changed), "hf_l2l hosts")
         weakref.finalize(self, calls.put, None)
 
     def run(self, function: Callable[[], None], name: str) -> None:
@@ -131,17 +131,17 @@ class Counterparts:
         """Tell the others that this rank begins to add the gradients of a backward, the first of which have this
         number: those that wait for something else will not get it."""
         for send in self._peers.state.far:
-            send(HEADER.pack(LANDED, number) + ASKED.pack(self._asked), 0.0)
+            send(HEADER.pack(LANDED, number) + ASKED.pack(self.asked), 0.0)
 
     def _ask(self, function: Callable[[], object], why: str) -> None:
         """Run a call to the others in a thread, which nothing can wake, while this one finds out who has failed."""
-        call = _Call(function)
-        self._asked += 1
+        call = Call(function)
+        self.asked += 1
         self._calls.put(call)
 
         def is_over() -> bool:
             for rank, (number, asked) in self._peers.state.far_landed.items():
-                if not call.is_over and number > self.landing and asked < self._asked:
+                if not call.is_over and number > self.landing and asked < self.asked:
                     self._peers.refuse(f"rank {rank} is in a backward while rank {self._peers.rank} waited: {why}")
             return call.is_over
 
@@ -182,7 +182,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _run(calls: queue.SimpleQueue[_Call | None], changed: threading.Condition) -> None:
+def run_calls(calls: queue.SimpleQueue[Call | None], changed: threading.Condition) -> None:
+    """Make the calls one after the other, and notify of the end of each, until one is None."""
     while (call := calls.get()) is not None:
         with call:
             call.function()

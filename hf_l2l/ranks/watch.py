@@ -130,7 +130,7 @@ def leave(state: State) -> None:
     if error is not None and not state.detaches:
         state.fail(state.rank, f"its program has raised {type(error).__name__}")
     if state.failure is None:
-        _send_all(state, HEADER.pack(LEAVING, 0))
+        send_to_all(state, HEADER.pack(LEAVING, 0))
     else:
         announce(state)
     state.is_closing = True
@@ -153,7 +153,7 @@ def leave(state: State) -> None:
 def tell(state: State, text: str) -> None:
     """Tell the others that this rank has failed, or of the rank that has failed before."""
     if state.failure is None:
-        _send_all(state, _failed(state.rank, text))
+        send_to_all(state, _failed(state.rank, text))
     else:
         announce(state)
 
@@ -170,7 +170,7 @@ def announce(state: State) -> None:
                 return
             state.is_announced = True
             rank, text = state.failure
-        _send_all(state, _failed(rank, text))
+        send_to_all(state, _failed(rank, text))
     finally:
         if has_lock:
             state.announcing.release()
@@ -186,7 +186,7 @@ def shortened(text: str, num_bytes: int) -> bytes:
     return whole if len(whole) <= num_bytes else whole[: num_bytes - len(end)].decode(errors="ignore").encode() + end
 
 
-def _send_all(state: State, message: bytes) -> None:
+def send_to_all(state: State, message: bytes) -> None:
     """Send the last message of this rank, for which others have to make room soon."""
     until = time.monotonic() + _LEAVES_WITHIN * state.timeout_s
     for rank, to in state.sockets.items():

@@ -67,7 +67,7 @@ class Backwards:
         self.errors = HookErrors()
         self._calls: dict[bool, list[weakref.WeakMethod[Callable[[], None]]]] = {True: [], False: []}
         """True for a failed backward, False for one that ended -> the callbacks."""
-        self.under_way: dict[int, weakref.ref[_End]] = {}
+        self.under_way: dict[int, weakref.ref[End]] = {}
         """The number of a backward -> the object that torch calls at its end."""
         self._ending: set[int] = set()
         """Backwards whose callbacks are running, each in one thread."""
@@ -87,7 +87,7 @@ class Backwards:
         task = current_backward()
         assert task != -1, "called in a node or hook of a backward"
         if task not in self.under_way:
-            end = _End(self, task)
+            end = End(self, task)
             self.under_way[task] = weakref.ref(end)
             call_at_end_of_backward(end)
         return task
@@ -139,7 +139,7 @@ class Backwards:
                 self._changed.wait_for(lambda: not self.under_way, _FAILED_BACKWARD_ENDS_WITHIN_S)
 
 
-class _End:
+class End:
     """The callback that torch calls when a backward is over, and drops without a call when it has failed."""
 
     def __init__(self, backwards: Backwards, task: int) -> None:

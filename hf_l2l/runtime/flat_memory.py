@@ -26,7 +26,7 @@ from hf_l2l.runtime.worker import usable_cores
 
 _THREADS = 4
 """The most threads that make pages present and lock them."""
-_TOUCHED_AT_ONCE = 32 * 2**20  # bytes; so that all threads share the pages of one large block
+TOUCHED_AT_ONCE = 32 * 2**20  # bytes; so that all threads share the pages of one large block
 _HUGE_FROM = 16 * 2**20  # bytes; a block is rounded up to whole huge pages, which wastes little from this size on
 
 
@@ -102,8 +102,8 @@ def _begun(pool: ThreadPoolExecutor, num_bytes: int, device: torch.device) -> Fu
     pages = Pages(num_bytes)
     touched = []
     if stream.last_refusal(device) is None:  # what will not be locked may be given when it is used
-        starts = range(0, len(pages), _TOUCHED_AT_ONCE)
-        touched = [pool.submit(pages.touch, start, start + _TOUCHED_AT_ONCE) for start in starts]
+        starts = range(0, len(pages), TOUCHED_AT_ONCE)
+        touched = [pool.submit(pages.touch, start, start + TOUCHED_AT_ONCE) for start in starts]
 
     def locked() -> Pages:
         for each in touched:  # all of them have begun, since tasks begin in order

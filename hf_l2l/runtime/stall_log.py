@@ -37,7 +37,7 @@ class StallLog:
         now = time.monotonic()
         self._before_s, self._since, self.phase = self._seconds(now), now, phase
         self._call = None if call is None else (threading.get_ident(), call)
-        _StallThread.register(self, active=phase is not None)
+        StallThread.register(self, active=phase is not None)
 
     @contextmanager
     def inside(self, phase: str) -> Iterator[None]:
@@ -70,7 +70,7 @@ def _is_in(thread: int, call: CodeType) -> bool:
     return frame is not None
 
 
-class _StallThread:
+class StallThread:
     """The background thread, and the stall logs that it checks, which it does not keep alive."""
 
     NAME = "hf_l2l stall log"
@@ -108,4 +108,4 @@ class _StallThread:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_StallThread.reset)
+    os.register_at_fork(after_in_child=StallThread.reset)

@@ -54,7 +54,7 @@ class SharedGradients(Gradients):
         """Where gradients are added; given when the options of all ranks are known to be the same."""
         self.threads = 1  # that add gradients on the host; given when it is known how many cores each rank has
         self._timeline = timeline
-        self._items: Items | None = None
+        self.items: Items | None = None
         self._landing: Landing | DeviceLanding | None = None
         self._reducer: Reducer | None = None
         self._placed_at = 0
@@ -109,8 +109,8 @@ class SharedGradients(Gradients):
         self._sums.forget_changed(self.masters.on_host())
         norms, old = self.norms, {} if self._reducer is None else self._reducer.numbers
         self._close()
-        self._items = Items(self.masters)
-        slot_bytes = self._items.slot_bytes
+        self.items = Items(self.masters)
+        slot_bytes = self.items.slot_bytes
         sums = None if self.reduction is None else self.reduction.sums(slot_bytes)
         if sums is not None:
             self.memory.lock_gradients()
@@ -134,8 +134,8 @@ class SharedGradients(Gradients):
 
     @property
     def _found(self) -> tuple[Items, Reducer]:
-        assert self._items is not None and self._reducer is not None, "made before the first forward"
-        return self._items, self._reducer
+        assert self.items is not None and self._reducer is not None, "made before the first forward"
+        return self.items, self._reducer
 
     # ---- in a backward
 
@@ -293,7 +293,7 @@ class SharedGradients(Gradients):
     @torch.no_grad()
     def _publish(self, *, in_backward: bool = False) -> None:
         """Wait until all ranks have added their shares, and let `p.grad` be the sums."""
-        if self._items is None:
+        if self.items is None:
             return
         with ExitStack() as at_errors:
             at_errors.callback(self._discard)  # torch does not tell of an error of this callback
@@ -376,7 +376,7 @@ class SharedGradients(Gradients):
 
     def end_step(self) -> None:
         """A step is over: graphs that were made before it get no backward any more."""
-        for item in self._items.all if self._items is not None else ():
+        for item in self.items.all if self.items is not None else ():
             item.calls = 0
 
     def _discard(self) -> None:
@@ -395,4 +395,4 @@ class SharedGradients(Gradients):
             self._reducer.close()
         if self._landing is not None:
             self._landing.release()
-        self._items = self._landing = self._reducer = None
+        self.items = self._landing = self._reducer = None

@@ -23,7 +23,7 @@ from hf_l2l.state_tier.disk import Disk
 from hf_l2l.state_tier.files import Segment
 from hf_l2l.state_tier.window import Order, Window
 
-_SMALL = 4096
+SMALL = 4096
 """Bytes up to which a tensor of the optimizer's state stays in memory, such as the number of its steps."""
 
 Kept = dict[tuple[torch.Tensor, str], torch.Tensor]
@@ -261,5 +261,5 @@ def _is_large(value: object) -> bool:
         type(value) is torch.Tensor  # others, such as quantized ones, have their values elsewhere
         and value.device.type == "cpu"
         and value.layout is torch.strided
-        and value.nbytes > _SMALL
+        and value.nbytes > SMALL
     )

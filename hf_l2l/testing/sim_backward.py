@@ -52,25 +52,27 @@ def _taken() -> list[BaseException] | None:
 
 
 def _take_into(taken: list[BaseException] | None) -> None:
-    _stash(_KEY, taken)
+    stash(_KEY, taken)
 
 
-def _in_tls(key: str) -> Any:
+def in_tls(key: str) -> Any:
+    """What torch has stashed for this backward, in whichever of its threads; None if there is nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
-def _stash(key: str, value: Any) -> None:
+def stash(key: str, value: Any) -> None:
+    """Let torch bring `value` to each thread of the backwards that begin from here on; None ends that."""
     known = torch._C._is_key_in_tls(key)
     if value is None and known and hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(key)
     elif value is not None or known:
-        if not _adds_reference():
+        if not adds_reference():
             _add_reference(value)
         torch._C._stash_obj_in_tls(key, value)
 
 
 @functools.cache
-def _adds_reference() -> bool:
+def adds_reference() -> bool:
     """Whether torch adds a reference to what it stashes. Version 2.11 adds none, and gives one back all the same when
     another value takes the place."""
     value = object()
@@ -90,10 +92,10 @@ def let_exceptions_through() -> None:
     @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         outer, taken = _taken(), list[BaseException]()
-        streams = _in_tls(OF_BACKWARD)
+        streams = in_tls(OF_BACKWARD)
         _take_into(taken)
         if streams is not None or any(CURRENT.streams):
-            _stash(OF_BACKWARD, Streams(CURRENT.lines, CURRENT.streams))
+            stash(OF_BACKWARD, Streams(CURRENT.lines, CURRENT.streams))
         try:
             return original(*args, **kwargs)
         except SystemError:  # what Python makes of a failure without an exception
@@ -101,7 +103,7 @@ def let_exceptions_through() -> None:
                 raise
         finally:
             _take_into(outer)
-            _stash(OF_BACKWARD, streams)
+            stash(OF_BACKWARD, streams)
         raise taken.pop()  # out here, so that its context stays what it was
 
     for module in (graph, torch.autograd):

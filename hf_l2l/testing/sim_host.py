@@ -43,7 +43,7 @@ class Watched:
 
 _arrivals: list[Arrival] = []
 _most_kept = [0]  # bytes of values at once
-_watched: list[Watched] = []
+WATCHED: list[Watched] = []
 
 
 def keep_for_host(values: torch.Tensor, target: torch.Tensor, line: Line, count: int) -> None:
@@ -63,7 +63,7 @@ def watch(source: torch.Tensor, line: Line, count: int) -> None:
         access = Access(*range_of(source), line.id, count, False, "aten::copy_")
         like = (source.dtype, int(source.storage_offset()), source.size(), source.stride())
         storage, is_whole = weakref.ref(source.untyped_storage()), source.is_contiguous()
-        _watched.append(Watched(access, storage, like, _digest(source), is_whole, line.name))
+        WATCHED.append(Watched(access, storage, like, _digest(source), is_whole, line.name))
 
 
 def all_visible(clock: Clock) -> bool:
@@ -74,7 +74,7 @@ def all_visible(clock: Clock) -> bool:
 def host_has_waited(clock: Clock) -> None:
     """Show the host the downloads within `clock`, and end the watches within it."""
     _publish([a for a in _arrivals if clock.get(a.stream, 0) >= a.count])
-    _end_watch([w for w in _watched if within(w.access, clock)])
+    _end_watch([w for w in WATCHED if within(w.access, clock)])
 
 
 def show_at_once(target: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ def settle_written(tensor: torch.Tensor) -> None:
     """Prepare the memory of `tensor` for a write by the device: a watch over it ends."""
     bring_arrived(tensor)
     touched = range_of(tensor)
-    _end_watch([w for w in _watched if overlap((w.access.low, w.access.high), touched)])
+    _end_watch([w for w in WATCHED if overlap((w.access.low, w.access.high), touched)])
 
 
 def _publish(arrivals: list[Arrival]) -> None:
@@ -118,7 +118,7 @@ def _digest_of(low: int, high: int) -> int:
 
 
 def _end_watch(over: list[Watched]) -> None:
-    _watched[:] = [w for w in _watched if w not in over]
+    WATCHED[:] = [w for w in WATCHED if w not in over]
     for watched in over:
         _refuse_changed(watched)
 

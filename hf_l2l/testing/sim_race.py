@@ -57,6 +57,9 @@ class History:
 
     def add(self, new: Access) -> None:
         """Record `new`, which conflicts with none, and drop accesses that it or the host's wait makes redundant."""
+        if len(self.accesses) == 1 and _covers(new, self.accesses[0]):  # mostly: a stream uses its own result
+            self.accesses[0] = new
+            return
         self.accesses = [old for old in self.accesses if not (_covers(new, old) or within(old, ORDER.host))]
         self.accesses.append(new)
 
@@ -214,9 +217,9 @@ CURRENT = _Current()
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first address of `tensor` and the address past its last; they are equal if it is empty."""
-    low = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return low, low
+    low, count = tensor.data_ptr(), tensor.numel()
+    if count == 0 or tensor.is_contiguous():  # most are, and every operation asks for all of its tensors
+        return low, low + count * tensor.element_size()
     last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
     return low, low + (last + 1) * tensor.element_size()
 

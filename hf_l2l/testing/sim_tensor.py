@@ -164,6 +164,8 @@ def _device_of(facts: Facts, touches: Sequence[Touch], kwargs: dict[str, Any]) -
 def _touches(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Touch]:
     """Yield the tensors on "sim" that the operation reads or writes."""
     for place, value in (*enumerate(args), *kwargs.items()):
+        if not isinstance(value, (torch.Tensor, list, tuple)):
+            continue
         writes = place in facts.writes
         # Of what is written, an output is only written; an operation in place mostly reads as well.
         reads = not writes or (isinstance(place, int) and not facts.overwrites)
@@ -173,9 +175,8 @@ def _touches(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> Itera
 
 
 def _run(op: torch._ops.OpOverload, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], device: int) -> Any:
-    to_host = functools.partial(_to_host, facts=facts)
-    host_args = [to_host(a) for a in args]
-    host_kwargs = {name: to_host(a) for name, a in kwargs.items()}
+    host_args = [_to_host(a, facts) for a in args]
+    host_kwargs = {name: _to_host(a, facts) for name, a in kwargs.items()}
     for place in facts.writes:
         _refuse_host_target(_argument(place, args, kwargs), facts)
     if facts.resizes:
@@ -187,6 +188,8 @@ def _run(op: torch._ops.OpOverload, facts: Facts, args: tuple[Any, ...], kwargs:
             _follow_resize(_argument(place, args, kwargs), _argument(place, host_args, host_kwargs))
     if len(facts.returns) == 1:
         place_of_result = facts.returns[0]
+        if place_of_result is None and isinstance(out, torch.Tensor):
+            return on_sim(out, device)
         return _from_host(out, device) if place_of_result is None else _argument(place_of_result, args, kwargs)
     if not facts.returns:
         return None

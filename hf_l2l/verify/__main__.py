@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None, groups: Groups = GROUPS) -> int
         arguments: those of the command line; None for the process's own.
         groups: the families there are.
     """
-    parser = _parser()
+    parser = make_parser()
     asked = parser.parse_args(arguments)
     known = {family.name: family for group in groups.values() for family in group}
     unknown = [name for name in asked.names if name not in known]
@@ -55,7 +55,8 @@ def _told(family: Family, *, silent: bool) -> Report:
     return report
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_l2l.verify",
         description="Check which families of transformers run layer to layer: tiny "

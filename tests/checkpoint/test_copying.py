@@ -48,19 +48,19 @@ def test_what_is_replaced_or_deleted_meanwhile(whole, live, tmp_path, monkeypatc
     """A training with l2l_realtime_every="auto" deletes a generation about as soon as it can be read: of one that is
     gone before it was opened, the next one is copied."""
     shutil.rmtree(live / "checkpoint-4")
-    opened, copy = copying._opened, copying.shutil.copyfileobj
+    named, copy = copying.files_in, copying.shutil.copyfileobj
 
-    def replaced(source: Path, stack: Any) -> Any:
+    def replaced(source: Path) -> Any:
         if source.name == "checkpoint-2":
             shutil.copytree(Path(whole.args.output_dir) / "checkpoint-4", live / "checkpoint-4")
             shutil.rmtree(live / "checkpoint-2")
-        return opened(source, stack)
+        return named(source)
 
     def deleted(*given: Any) -> None:
         shutil.rmtree(live / "checkpoint-4", ignore_errors=True)
         copy(*given)
 
-    monkeypatch.setattr(copying, "_opened", replaced)
+    monkeypatch.setattr(copying, "files_in", replaced)
     monkeypatch.setattr(copying.shutil, "copyfileobj", deleted)
     source, manifest = copy_newest(live, tmp_path / "kept")
     assert source.name == "checkpoint-4" and manifest is not None and manifest == check_whole(tmp_path / "kept")

@@ -323,13 +323,13 @@ def test_errors_of_the_program_in_a_save_are_its_own_and_a_folder_that_vanishes_
         with_methods(saving(tmp_path), _save_scaler=vanishes).train()
 
 
-def test_an_error_after_a_save_does_not_replace_that_of_the_training(tmp_path, caplog):
+def test_an_error_after_a_save_does_not_replace_that_of_the_training(tmp_path, monkeypatch, caplog):
     def refuse() -> None:
         raise ValueError("a callback of ours failed")
 
     made = saving(tmp_path, **{**LATER, "save_steps": 3}, callbacks=[At("on_save", 3, refuse)])
     made.add_callback(At("on_step_begin", 3, stop))
-    made._finish_if_saved = lambda: None  # the disk takes its time
+    SlowDisk(monkeypatch)
     with pytest.raises(Stopped):
         made.train()
     assert "a callback of ours failed" in caplog.messages and steps_in(tmp_path) == [3]

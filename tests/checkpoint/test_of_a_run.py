@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import shutil
+import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from hf_l2l import L2LTrainerMixin
-from hf_l2l.checkpoint.data_position import position_file
+from hf_l2l.checkpoint.background import BackgroundSave
 from hf_l2l.checkpoint.finding import check_whole, newest_whole
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
 from hf_l2l.hf import checkpoints
@@ -285,19 +286,18 @@ def test_callbacks_rotation_and_the_best_model_come_after_the_checkpoint(tmp_pat
 
 
 @BACKGROUND
-def test_a_save_that_is_asked_for_while_another_one_ends_is_made(tmp_path, in_background):
+def test_a_save_that_is_asked_for_while_another_one_ends_is_made(tmp_path, monkeypatch, in_background):
     def ask() -> None:
         made.control.should_save = True
 
     made = saving(tmp_path, save_steps=2, l2l_async_save=in_background, callbacks=[At("on_step_begin", 2, ask)])
-    finish = made._finish_if_saved
 
-    def finished() -> None:
-        if made._l2l_saving is not None:
-            made._l2l_saving[0]._future.result()  # the disk is fast
-        finish()
+    def at_its_end(saving: BackgroundSave) -> bool:
+        while not saving.is_done:  # the disk is fast
+            time.sleep(0.001)
+        return True
 
-    made._finish_if_saved = finished
+    monkeypatch.setattr(BackgroundSave, "poll", at_its_end)
     made.train()
     assert steps_in(tmp_path) == [2, 3, 4]
 
@@ -317,7 +317,7 @@ def test_a_save_that_the_program_asks_for_is_in_its_place_at_once(tmp_path):
     made.add_callback(At("on_save", None, lambda: seen.append(made.state.global_step)))
     made.train()
     assert len(seen) == 3, "one of each save of step 3, and that of the end; the program's own tells nobody"
-    assert (tmp_path / "checkpoint-2" / position_file(None)).exists()
+    assert (tmp_path / "checkpoint-2" / "rng_state_data.pth").exists()
     resumed = trained(tmp_path / "again", **options, resumes=tmp_path / "checkpoint-2")
     assert_same_tensors(resumed.model.state_dict(), made.model.state_dict())
 

@@ -15,7 +15,6 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from hf_l2l import attach_l2l
-from hf_l2l.checkpoint.data_position import position_file
 from hf_l2l.checkpoint.finding import check_whole
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError
 from models import llama
@@ -115,7 +114,7 @@ def test_of_two_trainings_in_a_folder_the_later_one_is_gone_on_with(tmp_path):
 def test_what_is_not_there_is_told_and_begins_anew(parts, tmp_path, caplog):
     """Of a checkpoint of transformers' Trainer, whose weights may be in a folder for a trainer that looks there."""
     (parts / "checkpoint-2" / MANIFEST).unlink()
-    (parts / "checkpoint-2" / position_file(None)).unlink()
+    (parts / "checkpoint-2" / "rng_state_data.pth").unlink()
     torch.save(torch.get_rng_state(), parts / "checkpoint-2" / "rng_state_sim.pth")  # of another device
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         run = Path(shutil.copytree(parts, tmp_path / name))
@@ -124,7 +123,7 @@ def test_what_is_not_there_is_told_and_begins_anew(parts, tmp_path, caplog):
         with caplog.at_level("WARNING", "hf_l2l"):
             resumed = trained(run, resumes=True)
         said = [each.message for each in caplog.records if (each.name, each.levelname) == ("hf_l2l", "WARNING")]
-        assert [re.search("has no (.*?):", each)[1] for each in said] == [name, MANIFEST, position_file(None)]
+        assert [re.search("has no (.*?):", each)[1] for each in said] == [name, MANIFEST, "rng_state_data.pth"]
         rates = [entry["learning_rate"] for entry in logs(resumed) if "loss" in entry]
         assert (rates[2] == rates[0]) == (name != "rng_state.pth"), "the schedule begins anew"
     weights = parts / "checkpoint-2" / "0_Transformer" / "model.safetensors"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import kill_points
+from hf_l2l.checkpoint.background import BackgroundSave
 from hf_l2l.checkpoint.finding import newest_whole
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.stash import spill
@@ -45,7 +46,8 @@ def train(folder: Path, spilled: Path, workers: int, events: Connection) -> None
         **{"stash": "disk", "l2l_spill_dir": str(spilled), "dataloader_num_workers": workers},
     )
     tells(Region, "write")
-    for name in ("training_step", "_save_checkpoint", "_finish_saving"):
+    tells(BackgroundSave, "result")
+    for name in ("training_step", "_save_checkpoint"):
         tells(made, name)
     tells(type(made.model.bert.encoder.layer[1].output), "forward")
     try:

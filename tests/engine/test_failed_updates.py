@@ -20,6 +20,7 @@ from hf_l2l import EngineFailedError, detach_l2l
 from hf_l2l.eps import updates
 from hf_l2l.eps.gradients import Gradients
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.runtime import stream
 from late_updates import late_updates
 from memory_switches import poisoned_releases
 from models import train_once
@@ -55,10 +56,19 @@ def failing(what: str, victim: torch.Tensor) -> Iterator[None]:
     def of_masters(arguments: Any) -> Any:
         return [master.parameter for master in arguments[1]]
 
+    receive, received = Gradients.receive, []
+
+    def receiving(gradients: Gradients, sums: Any, *rest: Any) -> None:
+        received[:] = [master.parameter for master, _ in sums]
+        receive(gradients, sums, *rest)
+
+    def of_norms(arguments: Any) -> Any:
+        return received if arguments[1] == "norm" else []
+
     owner, name, parameters = {
         "upload": (Copies, "of_unit", of_unit),
         "download": (Gradients, "receive", of_pairs),
-        "norm": (Gradients, "_send_norms", of_pairs),
+        "norm": (stream, "span", of_norms),
         "update": (updates, "carry_out", of_masters),
     }[what]
     original: Callable[..., Any] = getattr(owner, name)
@@ -68,7 +78,7 @@ def failing(what: str, victim: torch.Tensor) -> Iterator[None]:
             raise FaultError(f"no {what}")
         return original(*arguments)
 
-    with mock.patch.object(owner, name, broken):
+    with mock.patch.object(Gradients, "receive", receiving), mock.patch.object(owner, name, broken):
         yield
 
 
@@ -172,7 +182,7 @@ def test_a_fault_outside_the_layers_is_told_with_its_name(name, mode):
 def test_an_update_outside_the_layers_that_fails_is_told_in_the_next_forward():
     model, _, optimizer, batch = attach(eps_update="deferred")
     train_once(model, batch)
-    with late_updates(), failing("update", model.head.bias):
+    with failing("update", model.head.bias), late_updates():
         optimizer.step()
         with pytest.raises(FaultError) as told:
             model(**batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -218,15 +219,20 @@ def test_strides_that_change_are_those_of_the_layer_and_its_gradients():
 
 def test_an_error_of_a_hook_is_not_raised_by_a_later_backward(monkeypatch):
     model, _, batch = under()
-    add, errors = GradientSlots.add, [MemoryError("in the hook"), MemoryError("in the layer")]
+    copy_, errors = torch.Tensor.copy_, [MemoryError("in the hook"), MemoryError("in the layer")]
+    add, adds = GradientSlots.add, threading.Event()
 
-    def failing(slots: Any, number: int, leaf: torch.Tensor) -> None:
-        if errors and slots._errors is not None:
-            with slots._errors:
-                raise errors.pop(0)
-        if errors:
+    def adding(slots: Any, number: int, leaf: torch.Tensor) -> None:
+        adds.set()
+        try:
+            add(slots, number, leaf)
+        finally:
+            adds.clear()
+
+    def failing(to: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if adds.is_set() and len(errors) == 2:
             raise errors.pop(0)
-        add(slots, number, leaf)
+        return copy_(to, *args, **kwargs)
 
     class Failing(torch.autograd.Function):
         """Fails in the backward, once."""
@@ -241,8 +247,9 @@ def test_an_error_of_a_hook_is_not_raised_by_a_later_backward(monkeypatch):
                 raise errors.pop(0)
             return gradient
 
-    monkeypatch.setattr(GradientSlots, "add", failing)
-    model.blocks[1].register_forward_pre_hook(lambda _, args: (Failing.apply(args[0]),))
+    monkeypatch.setattr(GradientSlots, "add", adding)
+    monkeypatch.setattr(torch.Tensor, "copy_", failing)
+    model.blocks[-1].register_forward_pre_hook(lambda _, args: (Failing.apply(args[0]),))
     with pytest.raises(MemoryError):
         model(**batch).loss.backward()
     errors.clear()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.engine.splitting import Splitter
+from hf_l2l.engine import splitting
 from hf_l2l.model.batch_dims import ubatches
 from memory_switches import forced_copies
 from models import (
@@ -436,15 +436,15 @@ def test_training_flags_are_back_after_a_probe_that_failed():
 
 @pytest.fixture
 def probes(monkeypatch):
-    """The classes of the layers for which a batch was doubled."""
+    """The batches that were doubled for a layer."""
     found = []
-    learn = Splitter._learn
+    double = splitting.doubled
 
-    def counted(self, *args, **kwargs):
-        found.append(args)
-        return learn(self, *args)
+    def counted(given, *args, **kwargs):
+        found.append(given)
+        return double(given, *args, **kwargs)
 
-    monkeypatch.setattr(Splitter, "_learn", counted)
+    monkeypatch.setattr(splitting, "doubled", counted)
     return found
 
 

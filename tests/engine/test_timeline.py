@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.engine.relay import Relay
+from hf_l2l.engine import relay
 from hf_l2l.engine.splitting import Splitter
-from hf_l2l.engine.sweeps import InputGradients
 from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
 from runs import assert_same_run, attach, train
 from tiers import combinations
@@ -30,7 +29,6 @@ from tiers import combinations
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are logged after a moment."""
     monkeypatch.setattr(stall_log, "INTERVAL_S", 0.1)
-    monkeypatch.setattr(worker, "_POLL_S", 0.02)
 
 
 def stall_threads() -> list[threading.Thread]:
@@ -149,7 +147,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     clock = types.SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
     monkeypatch.setattr(stall_log, "time", clock)
-    monkeypatch.setattr(stall_log._StallThread, "register", register)
+    monkeypatch.setattr(stall_log.StallThread, "register", register)
     return passes
 
 
@@ -188,7 +186,7 @@ def test_sweeps_that_are_never_stepped_after_are_timed_one_by_one(backward, pass
 def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
     """Learning how to split it, uploading it, receiving its gradients; what comes between layers tells after which."""
 
-    def before(owner: type, name: str) -> None:
+    def before(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
         def slow(*args: Any, **kwargs: Any) -> Any:
@@ -198,15 +196,14 @@ def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
         monkeypatch.setattr(owner, name, slow)
 
     before(Splitter, "split_for")
-    before(Relay, "_weights")
-    before(InputGradients, "__init__")
+    before(relay, "uploaded")
     before(EagerParamServer, "receive")
     model = Blocks(lambda: None, head=lambda: passes(10))
     attached(model, "cpu")
     model(torch.ones(2, 1)).backward()
     first, second = "layer 1 of 2 (blocks.0)", "layer 2 of 2 (blocks.1)"
     forward = [(first, (10, 20, 30, 40)), (second, (50, 60, 70, 80)), (f"non-layer modules, after {second}", (90,))]
-    backward = [(second, (10, 20, 30, 40, 50, 60)), (first, (70, 80, 90, 100, 110, 120))]
+    backward = [(second, (10, 20, 30, 40)), (first, (50, 60, 70, 80))]
     assert [record.getMessage() for record in caplog.records] == [
         f"{sweep}, {place}, {seconds} s into this {sweep}"
         for sweep, places in (("forward", forward), ("backward", backward))
@@ -225,6 +222,7 @@ def test_an_update_that_failed_is_not_said_to_go_on(soon, caplog, device):
     model(torch.ones(2, 1)).backward()
     with pytest.raises(MemoryError):
         optimizer.step()
+    caplog.clear()  # of what took long before, on a busy machine
     time.sleep(0.5)
     assert not caplog.records
 

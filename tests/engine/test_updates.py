@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LinearLR
 from devices import DEVICE
 from hf_l2l import EagerParamServer, detach_l2l
 from hf_l2l.eps import updates
-from hf_l2l.runtime import wait_reasons, worker
+from hf_l2l.runtime import wait_reasons
 from hf_l2l.runtime.worker import Task
 from late_updates import late_updates
 from memory_switches import forced_copies, land_the_rest, poisoned_releases
@@ -464,16 +464,22 @@ def test_no_thread_is_left():
 
 @contextmanager
 def tasks_that_do_not_end(release: threading.Event) -> Iterator[threading.Event]:
-    """Inside, a task of the worker has done its work and is not over until `release` is set. Yields an event that is
-    set when the first task is as far."""
-    has_worked, report = threading.Event(), worker._Reporting.__exit__
+    """Inside, a task of the worker has done its work and does not say so until `release` is set. Yields an event that
+    is set when the first task is as far."""
+    has_worked, tell, carry_out, here = threading.Event(), threading.Event.set, updates.carry_out, threading.local()
 
-    def late(reporting: Any, *error: Any) -> bool:
-        has_worked.set()
-        assert release.wait(60)
-        return report(reporting, *error)
+    def worked(*args: Any) -> None:
+        carry_out(*args)
+        here.has_worked = True
 
-    with mock.patch.object(worker._Reporting, "__exit__", late):
+    def late(event: threading.Event) -> None:
+        if getattr(here, "has_worked", False):
+            here.has_worked = False
+            tell(has_worked)
+            assert release.wait(60)
+        tell(event)
+
+    with mock.patch.object(updates, "carry_out", worked), mock.patch.object(threading.Event, "set", late):
         try:
             yield has_worked
         finally:
@@ -487,8 +493,11 @@ def test_parameters_are_ordinary_again_after_an_eager_step(when):
 
     def wait_for_tasks() -> None:
         """Wait for the updates that have begun, without a look at the parameters."""
-        for task in eps.updates._begun:
-            assert task._over.wait(60)
+        until = time.monotonic() + 60
+        for master in eps.masters.all():
+            while master.update is not None and not master.update.task.done:
+                assert time.monotonic() < until
+                time.sleep(0.001)
 
     if when == "before":
         with late_updates() as gate:

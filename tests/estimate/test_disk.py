@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hf_l2l import L2LConfig
+from cli_models import LLAMA, ran, refused, written
 from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.memory.state_traffic import StatePart, StateTraffic, state_traffic
 from hf_l2l.probe.disk import DiskRates, disk_rates, write_rate
 from hf_l2l.sizing.disk import disk_seconds, disk_sentences, measured_rates
-from hf_l2l.sizing.ranks import Launch
 
 GB = 10**9
 ON_DISK = MemoryEstimate(
@@ -89,8 +88,8 @@ def test_what_a_step_reads_and_writes(layers, read, written):
     assert (copies.read // page, copies.written // page) == ((0, 0) if layers == 8 else (12, 12))
 
 
-def test_ranks_have_no_state_on_disk():
+def test_ranks_have_no_state_on_disk(tmp_path, capsys):
     """The estimate refuses what a training refuses."""
-    with pytest.raises(ValueError, match="state_tier"):
-        Launch(2, 1, 1).refuse(L2LConfig(state_tier="disk"))
-    Launch(1, 1, 1).refuse(L2LConfig(state_tier="disk"))
+    given = ("estimate", written(tmp_path / "model", LLAMA), "--l2l_state_tier", "disk")
+    assert "is for one process" in refused(capsys, *given, "--ranks", "2")
+    assert ran(capsys, *given, "--ranks", "1").status == 0

@@ -11,7 +11,6 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig, L2LTrainingArguments, estimate
-from hf_l2l.plan.estimate import Estimate
 from hf_l2l.sizing.capacity import LORA, RANK, SETTINGS
 from models import SMALL, llama
 from tiers import more
@@ -24,7 +23,7 @@ def arguments(folder: Path, **options: Any) -> L2LTrainingArguments:
     return L2LTrainingArguments(output_dir=str(folder), report_to="none", **options)
 
 
-def bytes_of(found: Estimate) -> dict[str, int]:
+def bytes_of(found: Any) -> dict[str, int]:
     """The peaks of both tiers, but for what this process holds otherwise."""
     assert found.report is not None
     names = {(tier, name): size["peak"] for tier in ("device", "host") for name, size in found.report[tier].items()}

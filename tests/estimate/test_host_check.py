@@ -110,7 +110,7 @@ def left(tmp_path, monkeypatch):
         for name, text in files.items():
             (tmp_path / name.replace("_", ".")).write_text(text)
         groups = [(tmp_path / "none", "memory.max", "memory.current"), (tmp_path, "memory.max", "memory.current")]
-        monkeypatch.setattr(host_limits, "_control_groups", lambda: iter(groups))
+        monkeypatch.setattr(host_limits, "control_groups", lambda: iter(groups))
         return host_limits.available_host_bytes()
 
     return of
@@ -133,7 +133,7 @@ def test_a_group_that_tells_no_limit_has_none(left, limit, usage):
 
 
 def test_the_groups_of_a_process_are_read_from_its_own_up(tmp_path):
-    groups = host_limits._control_groups
+    groups = host_limits.control_groups
     membership = tmp_path / "cgroup"
     membership.write_text("0::/user/job\n")
     assert [(str(folder), limit) for folder, limit, _ in groups(membership, Path("/cg"))] == [

@@ -19,8 +19,8 @@ import pytest
 
 from hf_l2l.scale import HARDWARE, Cluster, Degrees, Method, TransformerShape, Usage, fastest
 from hf_l2l.scale.curves import SCALINGS, arranged, curves
-from hf_l2l.scale.hardware import GIB
-from hf_l2l.scale.planner import DAY_S, YEAR_S
+
+GIB, DAY_S, YEAR_S = 2**30, 86_400, 365 * 86_400
 
 A100 = Cluster(HARDWARE["a100"])
 ANY_NODE = Cluster(HARDWARE["a100"], node_size=10**6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_l2l.scale import HARDWARE, Cluster, Degrees, Method, TransformerShape, Usage, critical_batch, fastest
-from hf_l2l.scale.hardware import GIB
-from hf_l2l.scale.planner import DAY_S, YEAR_S
+
+GIB, DAY_S, YEAR_S = 2**30, 86_400, 365 * 86_400
 
 X160 = TransformerShape.family(160)
 A100 = Cluster(HARDWARE["a100"])

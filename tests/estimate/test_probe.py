@@ -65,16 +65,16 @@ def test_matrices_grow_until_they_take_long_enough_or_there_is_no_memory(most, m
         seen.append(rows)
         return lambda: 0.001 * (rows / 256) ** 3
 
-    monkeypatch.setattr(rates, "_product", product)
-    assert rates._flops(torch.device("cpu"), torch.float32, Sizes()) == pytest.approx(2 * 256**3 / 0.001)
+    monkeypatch.setattr(rates, "product", product)
+    assert rates.flops_of(torch.device("cpu"), torch.float32, Sizes()) == pytest.approx(2 * 256**3 / 0.001)
     assert seen == [256, 512, 1024][: 2 if most == 512 else 3]
 
 
 def test_the_name_of_the_processor(tmp_path):
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\n")
-    assert rates._processor(info) == "A Fast One @ 3 GHz"
-    assert rates._processor(tmp_path / "none") != ""
+    assert rates.processor_name(info) == "A Fast One @ 3 GHz"
+    assert rates.processor_name(tmp_path / "none") != ""
     assert device_name(torch.device("cpu")) != ""
     with pytest.raises(ValueError, match="must be one this machine has"):
         probe("cuda:7")

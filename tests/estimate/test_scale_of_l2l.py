@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hf_l2l.scale import HARDWARE, Cluster, Degrees, Limits, Method, TransformerShape, Usage, fastest, smallest
-from hf_l2l.scale.hardware import GIB
 from hf_l2l.scale.l2l import LayerSizes, LayerTimes, throughput
-from hf_l2l.scale.planner import DAY_S
+
+GIB, DAY_S = 2**30, 86_400
 
 V100 = LayerTimes(
     layers=24,

@@ -18,7 +18,6 @@ from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.shapes.autocast import autocast_region
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
 from hf_l2l.shapes.inputs import example_inputs
-from hf_l2l.shapes.pieces import Traced
 from hf_l2l.shapes.traced import Tracer
 from models import SMALL, bert, llama, t5
 
@@ -36,7 +35,7 @@ def fused(*_: Any) -> bool:
     return True
 
 
-def traced(model: nn.Module, dtype: torch.dtype | None = None, rows: int = ROWS, **options: Any) -> Traced:
+def traced(model: nn.Module, dtype: torch.dtype | None = None, rows: int = ROWS, **options: Any) -> Any:
     return Tracer(model.train(), Precision(model, dtype), fuses=fused).trace(
         example_inputs(model, rows, TOKENS), **options
     )

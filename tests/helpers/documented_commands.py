@@ -14,7 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from documents import ROOT
-from hf_l2l.cli.main import COMMANDS, _parser
+from hf_l2l.cli.main import COMMANDS, make_parser
 from hf_l2l.verify import __main__ as verify_program
 
 YOURS = {"script.py", "train.py"}
@@ -46,7 +46,7 @@ def check(words: list[str]) -> None:
 
 
 def _check_hf_l2l(given: list[str]) -> None:
-    _parser([import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS], COMMANDS).parse_args(given)
+    make_parser([import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS], COMMANDS).parse_args(given)
 
 
 def _check_make(given: list[str]) -> None:
@@ -84,7 +84,7 @@ def _check_cd(given: list[str]) -> None:
 
 def _check_python(given: list[str]) -> None:
     if given[:2] == ["-m", "hf_l2l.verify"]:
-        verify_program._parser().parse_args(given[2:])
+        verify_program.make_parser().parse_args(given[2:])
     elif given[:2] == ["-m", "hf_l2l"]:
         _check_hf_l2l(given[2:])
     elif given[0] == "run_glue_l2l.py":

@@ -19,13 +19,12 @@ from hf_l2l import EagerParamServer, EngineFailedError, L2LConfig, attach_l2l, d
 from hf_l2l.device.slots import WeightSlots
 from hf_l2l.eps import updates
 from hf_l2l.eps.gradients import Gradients
-from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.eps.weight_copies import Copies, Stage
 from hf_l2l.runtime import stream
 from hf_l2l.stash.spill import SpillFile
-from hf_l2l.stash.stash import Stash
 from left_over import own_threads
-from models import batch_for
-from update_cases import Run, assert_same, result, toy
+from models import Toy, batch_for
+from runs import Run, assert_same_run, run_of, seed_all
 
 LAYERS = 3
 STEPS = 3
@@ -84,15 +83,19 @@ def _in_upload(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Faili
 
 
 def _in_conversion(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    """When 16-bit weights are made for an upload."""
-    made = Copies._made
+    """When 16-bit weights are made for an upload: in memory that is kept for that, or in new tensors."""
+    of_unit, made_now = Copies.of_unit, {"of": None}
 
-    def broken(unit: Any, *rest: Any, **kwargs: Any) -> Any:
-        if unit.module is model.blocks[index]:
-            failing.now()
-        return made(unit, *rest, **kwargs)
+    def noted(copies: Any, unit: Any, *rest: Any) -> Any:
+        made_now["of"] = unit.module
+        try:
+            return of_unit(copies, unit, *rest)
+        finally:
+            made_now["of"] = None
 
-    patch.setattr(Copies, "_made", staticmethod(broken))
+    patch.setattr(Copies, "of_unit", noted)
+    for owner, name in ((Stage, "memory"), (torch.Tensor, "to")):
+        _around(patch, owner, name, lambda *_, **__: made_now["of"] is model.blocks[index], failing)
 
 
 def _in_prefetch(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
@@ -100,11 +103,11 @@ def _in_prefetch(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Fai
 
 
 def _of_layer(model: Any, index: int, of: Any) -> bool:
-    layer = model.blocks[index]
+    layer, of = model.blocks[index], getattr(of, "layer", of)
     return of is layer or any(of is p for p in layer.parameters())
 
 
-def _in_copy(row: str, *, submitted: bool) -> Install:
+def _in_copy(row: str, *, submitted: bool = False) -> Install:
     """When the lane gets the copies of a layer; with `submitted`, right after that."""
 
     def install(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
@@ -130,49 +133,6 @@ def _in_receive(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Fail
         return any(m.parameter is model.blocks[index].down.weight for m, _ in sums)
 
     _around(patch, Gradients, "receive", is_it, failing)
-
-
-def _in_stashing(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    """When the input of the layer goes to the stash: that of the n-th layer is the n-th."""
-    number = {"of": 0}
-    begin, download = Stash.start_forward, Stash._download
-
-    def start(stash: Stash) -> None:
-        number["of"] = 0
-        begin(stash)
-
-    def broken(stash: Stash, *args: Any) -> None:
-        number["of"] += 1
-        if number["of"] == index + 1:
-            failing.now()
-        download(stash, *args)
-
-    patch.setattr(Stash, "start_forward", start)
-    patch.setattr(Stash, "_download", broken)
-
-
-def _in_fetching(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    """When the layer's input comes back from the stash."""
-    places: list[int] = []
-    begin, keeping, fetch = Stash.start_forward, Stash._place_for, Stash._begin
-
-    def start(stash: Stash) -> None:
-        places.clear()
-        begin(stash)
-
-    def placed(stash: Stash, tensor: torch.Tensor) -> torch.Tensor:
-        kept = keeping(stash, tensor)
-        places.append(kept.untyped_storage().data_ptr())
-        return kept
-
-    def broken(stash: Stash, fetched: Any) -> None:
-        if places[index] == fetched.kept.untyped_storage().data_ptr():
-            failing.now()
-        fetch(stash, fetched)
-
-    patch.setattr(Stash, "start_forward", start)
-    patch.setattr(Stash, "_place_for", placed)
-    patch.setattr(Stash, "_begin", broken)
 
 
 def _in_new_rooms(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
@@ -261,10 +221,10 @@ PLACES: dict[str, Place] = {
     "download": Place(_in_receive, after_updates=True),
     "download, submitted": Place(_in_copy("download", submitted=True), after_updates=True),
     "norm": Place(_in_copy("norm", submitted=False), after_updates=True),
-    "stash download": Place(_in_stashing, HOST),
-    "stash upload": Place(_in_fetching, HOST, after_updates=True, names_layer=False),
-    "spill write": Place(_in_stashing, DISK),
-    "spill read": Place(_in_fetching, DISK, after_updates=True, names_layer=False),
+    "stash download": Place(_in_copy("stash download"), HOST),
+    "stash upload": Place(_in_copy("stash upload"), HOST, after_updates=True, names_layer=False),
+    "spill write": Place(_in_copy("stash download"), DISK),
+    "spill read": Place(_in_copy("stash upload"), DISK, after_updates=True, names_layer=False),
     "forward": Place(_in_forward),
     "recompute": Place(_in_recompute, after_updates=True),
     "backward": Place(_in_backward, after_updates=True),
@@ -277,7 +237,7 @@ class _Training:
 
     def __init__(self, device: str, mode: str, options: dict[str, Any]) -> None:
         self.device = device
-        self.model = toy().train()
+        self.model = Toy().train()
         config = L2LConfig(device=device, eps_update=mode, ubatch_size=3, layer_classes=("Block",), **options)
         self.eps: EagerParamServer = attach_l2l(self.model, config)
         self.optimizer = self.eps.wrap(torch.optim.AdamW(self.model.parameters(), lr=1e-2))
@@ -294,7 +254,7 @@ class _Training:
         generators = [torch.get_rng_state()]
         if self.device != "cpu":
             generators.append(torch.get_device_module(self.device).get_rng_state())
-        return result(self.model, self.optimizer, []), generators
+        return run_of(self.model, self.optimizer, []), generators
 
     def draw_again(self, generators: list[torch.Tensor]) -> None:
         torch.set_rng_state(generators[0])
@@ -302,21 +262,15 @@ class _Training:
             torch.get_device_module(self.device).set_rng_state(each)
 
     def load(self, state: tuple[Run, list[torch.Tensor]]) -> None:
-        self.model.load_state_dict({**self.model.state_dict(), **state[0].weights})
+        self.model.load_state_dict(state[0].weights)
         self.optimizer.load_state_dict(copy.deepcopy(state[0].state))
         self.draw_again(state[1])
-
-
-def _seed(device: str) -> None:
-    torch.manual_seed(11)
-    if device != "cpu":
-        torch.get_device_module(device).manual_seed(11)
 
 
 def unbroken(device: str, mode: str, **options: Any) -> Run:
     """What a training without a fault ends with."""
     training = _Training(device, mode, options)
-    _seed(device)
+    seed_all(device)
     for _ in range(STEPS):
         training.step()
     found, _ = training.state()
@@ -348,7 +302,7 @@ def check_fault(
     place, before_threads = PLACES[name], own_threads()
     options = {**place.options, **({} if spill_dir is None else {"spill_dir": spill_dir}), **options}
     training, failing = _Training(device, mode, options), Failing(error)
-    _seed(device)
+    seed_all(device)
     for _ in range(at - 1):
         training.step()
     state = training.state()
@@ -376,11 +330,11 @@ def check_fault(
         training.load(state)
     else:
         training.optimizer.zero_grad()
-        assert_same(training.state()[0], state[0])
+        assert_same_run(training.state()[0], state[0])
         training.draw_again(state[1])
     for _ in range(at, STEPS + 1):
         training.step()
-    assert_same(training.state()[0], expected)
+    assert_same_run(training.state()[0], expected)
     detach_l2l(training.model)
     assert own_threads() <= before_threads, "no thread is left"
     assert spill_dir is None or not list(spill_dir.iterdir()), "no file is left"

@@ -46,7 +46,7 @@ def poisoned_releases() -> Iterator[None]:
 def is_watched(tensor: torch.Tensor) -> bool:
     """Whether the simulated accelerator has a copy under way that reads memory of `tensor`."""
     touched = range_of(tensor)
-    return any(overlap((watched.access.low, watched.access.high), touched) for watched in sim_host._watched)
+    return any(overlap((watched.access.low, watched.access.high), touched) for watched in sim_host.WATCHED)
 
 
 def land_the_rest() -> None:

@@ -16,6 +16,7 @@ import argparse
 import ast
 import copy
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -233,8 +234,11 @@ STARTED = ("tests/ranks", "tests/checkpoint", "tests/realtime", "tests/state_tie
 """Where tests start processes of their own, for lines that only those reach."""
 
 
-def run_one(mutant: Mutant, tests: Sequence[str], seconds: dict[str, float], checkout: Path) -> dict[str, object]:
-    """Whether the tests find a mutant in `checkout`, which one does, and how many were run."""
+def run_one(
+    mutant: Mutant, tests: Sequence[str], seconds: dict[str, float], checkout: Path, most: float
+) -> dict[str, object]:
+    """Whether the tests find a mutant in `checkout`, which one does, and how many were run; "found" is None where
+    those that took `most` seconds have not found it, and others reach it, too."""
     file = checkout / mutant.file
     whole = file.read_text(encoding="utf-8")
     begun, ran = time.monotonic(), 0
@@ -243,7 +247,7 @@ def run_one(mutant: Mutant, tests: Sequence[str], seconds: dict[str, float], che
         package = mutant.file.split("/")[1]
         order += [f"cpu {each}" for each in (*STARTED, f"tests/{package}") if (checkout / each).exists()]
     takes = FIRST
-    while order:
+    while order and time.monotonic() - begun < most:
         some, expected = [], 0.0
         device = order[0].partition(" ")[0]
         for each in order:
@@ -267,7 +271,7 @@ def run_one(mutant: Mutant, tests: Sequence[str], seconds: dict[str, float], che
             return {"found": True, "by": found, "ran": ran, "seconds": round(time.monotonic() - begun)}
         taken = set(some)
         order = [each for each in order if each not in taken]
-    return {"found": False, "by": None, "ran": ran, "seconds": round(time.monotonic() - begun)}
+    return {"found": None if order else False, "by": None, "ran": ran, "seconds": round(time.monotonic() - begun)}
 
 
 def _first_failure(device: str, tests: Sequence[str], checkout: Path, limit: float) -> str | None:
@@ -309,7 +313,7 @@ def _run_tests(device: str, names: str, said: int, checkout: Path) -> None:
     os._exit(pytest.main([*words, f"@{names}"]))
 
 
-def run(suite: str, runs: Path, share: tuple[int, int], commit: str) -> None:
+def run(suite: str, runs: Path, share: tuple[int, int], commit: str, most: float) -> None:
     """Run the mutants that have no result yet against the tests of `commit`; `share` is which of how many parts."""
     results, reach = FOLDER / f"{suite}.jsonl", runs / "reached.json"
     known = {row["name"] for row in rows_of(results)} if results.exists() else set()
@@ -327,7 +331,7 @@ def run(suite: str, runs: Path, share: tuple[int, int], commit: str) -> None:
         try:
             for each in listed()[share[0] :: share[1]]:
                 if each.name not in known:
-                    row = {"name": each.name, **run_one(each, tests[each.name], seconds, checkout)}
+                    row = {"name": each.name, **run_one(each, tests[each.name], seconds, checkout, most)}
                     with results.open("a", encoding="utf-8") as file:
                         file.write(f"{json.dumps(row)}\n")
                     print(row, flush=True)
@@ -347,7 +351,7 @@ def table() -> str:
     """How many each suite finds, by package, in markdown."""
     suites = {file.stem: rows_of(file) for file in sorted(FOLDER.glob("*.jsonl"), reverse=True)}
     found = {suite: {row["name"] for row in rows if row["found"]} for suite, rows in suites.items()}
-    ran = {suite: {row["name"] for row in rows} for suite, rows in suites.items()}
+    ran = {suite: {row["name"] for row in rows if row["found"] is not None} for suite, rows in suites.items()}
     lines = [f"| package | mutants | {' | '.join(f'found by {suite}' for suite in suites)} |"]
     lines.append("| --- " * (2 + len(suites)) + "|")
     for package in COUNTS:
@@ -369,13 +373,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     running.add_argument("runs", type=Path, metavar="FOLDER")
     running.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("WHICH", "OF"))
     running.add_argument("--at", default="HEAD", metavar="COMMIT", help="whose tests, and whose code (this one's)")
+    running.add_argument("--most", type=float, default=math.inf, metavar="SECONDS", help="for one of them")
     commands.add_parser("table")
     given = parser.parse_args(arguments)
     if given.command == "draw":
         LIST.parent.mkdir(exist_ok=True)
         LIST.write_text(json.dumps([asdict(each) for each in draw()], indent=1) + "\n", encoding="utf-8")
     elif given.command == "run":
-        run(given.suite, given.runs, tuple(given.share), given.at)
+        run(given.suite, given.runs, tuple(given.share), given.at, given.most)
     else:
         print(table())
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.optimization import Adafactor as HFAdafactor
 
-from hf_l2l.optim.lamb import Lamb
+from hf_l2l import Lamb
 
 SHAPES = ((5, 7), (7,), (), (0, 3), (4, 4, 2), (6,), (2, 9))
 FROZEN = 5  # the number of the one that is not trained

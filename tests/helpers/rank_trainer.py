@@ -20,12 +20,11 @@ from torch.utils.serialization import config as serialization
 from hf_l2l import L2LBatchGrowth, L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
-from hf_l2l.hf import preparation
+from hf_l2l.hf import checkpoints, preparation
 from hf_l2l.hf.preparation import devices_of
 from hf_l2l.noise import growth
 from hf_l2l.noise import trainer_part as trainer_part_of_noise
 from hf_l2l.noise.estimate import NoiseScale
-from hf_l2l.noise.trainer_part import NoiseScaleMixin
 from hf_l2l.rank_saves import background
 from hf_l2l.realtime import trainer_part
 from models import TOKENS, VOCAB, bert, llama
@@ -174,7 +173,7 @@ def trained(
         logging.getLogger("hf_l2l").addHandler(lines)
         trainer.train(resume_from_checkpoint=checkpoint)
         logging.getLogger("hf_l2l").removeHandler(lines)
-    history = trainer.state.log_history
+    history, callbacks = trainer.state.log_history, trainer.callback_handler.callbacks
     state = trainer.optimizer.state_dict()["state"]
     found = {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
@@ -191,7 +190,9 @@ def trained(
         "devices": [] if kind == "hf" else [str(each) for each in devices_of(args, None)],
         "warned": " ".join(str(each.message) for each in warned),
         "best": trainer.state.best_model_checkpoint,
-        "noise": trainer._l2l_noise.averages if options.get("l2l_noise_scale") else None,
+        "noise": next(
+            (each.averages for each in callbacks if isinstance(each, trainer_part_of_noise.L2LNoiseScale)), None
+        ),
         "wrapped": type(trainer.model_wrapped).__name__,
         "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
     }
@@ -208,7 +209,8 @@ def trained(
 def trained_with_other_lengths(*args: Any) -> dict[str, Any]:
     """`trained`, by ranks whose first batches would have them measure the noise scale at other steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NoiseScaleMixin, "_every_of", lambda self, batch, rows: 2 + distributed.get_rank())
+        if distributed.get_rank() > 0:
+            patch.setattr(trainer_part_of_noise, "ENOUGH_TOKENS", 1)
         return trained(*args)
 
 
@@ -288,27 +290,30 @@ class Failing(L2LTrainer):
 
     where: tuple[int, str] = (0, "")
 
-    def _fail(self, what: str) -> None:
+    def fail(self, what: str) -> None:
         if (distributed.get_rank(), what) == self.where and (
             self.state.global_step == 4 or what in ("values", "folder")
         ):
             raise OSError(errno.ENOSPC, "No space left on device", str(self._get_output_dir(None)))
 
-    def _get_ready(self, target: Path) -> None:
-        self._fail("room")
-        super()._get_ready(target)
-
     def _save_rng_state(self, output_dir: str) -> None:
-        self._fail("generators")
+        self.fail("generators")
         super()._save_rng_state(output_dir)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        self._fail("weights")
+        self.fail("weights")
         super().save_model(*args, **kwargs)
 
-    def _commit(self, *args: Any, **kwargs: Any) -> None:
-        self._fail("commit")
-        super()._commit(*args, **kwargs)
+
+def _fails_before(patch: pytest.MonkeyPatch, made: Failing, function: str, what: str) -> None:
+    """The trainer cannot save from where it calls this function of the module that saves."""
+    original = getattr(checkpoints, function)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        made.fail(what)
+        return original(*args, **kwargs)
+
+    patch.setattr(checkpoints, function, broken)
 
 
 def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
@@ -318,7 +323,9 @@ def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
     args = arguments(folder, {**options, "load_best_model_at_end": True}, layered=True)
     made = Failing(model=bert(), args=args, train_dataset=Rows(70, "classes"), eval_dataset=Rows(13, "classes"))
     made.where = rank, what
-    with pytest.raises(CheckpointSaveError) as error:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointSaveError) as error:
+        for function, of in (("check_room", "room"), ("write_manifest", "commit")):
+            _fails_before(patch, made, function, of)
         made.train()
     found = {"error": str(error.value), "left": left_in(Path(folder))}
     made.where = -1, ""
@@ -339,17 +346,17 @@ def failed_generation(folder: str, options: dict[str, Any], what: str = "generat
 
     def written(region: Region, descriptor: int) -> None:
         if "checkpoint-4" in str(region.file):
-            made._fail("values")
+            made.fail("values")
         write(region, descriptor)
 
     def own_regions(*args: Any) -> Any:
-        made._fail("part")
+        made.fail("part")
         return read(*args)
 
     def folders_in(run: Path) -> list[Path]:
         found = checkpoints_in(run)
         if any(each.name == "checkpoint-4" for each in found):
-            made._fail("folder")
+            made.fail("folder")
         return found
 
     class Waits(hf.TrainerCallback):

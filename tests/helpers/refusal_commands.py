@@ -12,7 +12,7 @@ import torch
 import run_glue_l2l
 from cli_models import LLAMA, written
 from hf_l2l import L2LConfig, estimate
-from hf_l2l.cli.main import COMMANDS, _parser
+from hf_l2l.cli.main import COMMANDS, make_parser
 from hf_l2l.probe.figures import HardwareFigures
 from refusals import Act, Case, Prepare, Scene
 
@@ -30,7 +30,7 @@ def _ran(words: str, figures: Mapping[str, Any] | None = None, model: str = "./m
         (scene.folder / "machine.json").write_text(json.dumps({**json.loads(FIGURES.to_json()), **(figures or {})}))
         commands = [importlib.import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS]
         given = words.replace("MODEL", model).split()
-        options = _parser(commands, set(given)).parse_args(given)
+        options = make_parser(commands, set(given)).parse_args(given)
         return lambda: options.command.run(options)
 
     return prepare

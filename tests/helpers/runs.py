@@ -130,7 +130,7 @@ def train(
     model: nn.Module | None = None,
     *,
     loop: str = "raw",
-    steps: int = 3,
+    steps: int = 2,
     optimizer: str = "AdamW",
     accumulation: int = 1,
     max_norm: float | None = None,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hf_l2l.checkpoint import background
+from hf_l2l.checkpoint import snapshot as snapshots
 from hf_l2l.checkpoint.manifest import check_files, read_manifest
 from hf_l2l.checkpoint.snapshot import Snapshot
 from training import left_in
@@ -22,13 +24,11 @@ class SlowDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied_bytes = 0
         """The most bytes of copies."""
-        begin, take = Snapshot.__init__, Snapshot._next
+        begin, take = Snapshot.__init__, Snapshot.next_group
         needed: dict[Snapshot, threading.Semaphore] = {}
 
         def begun(snapshot: Snapshot, groups: Any, room: int, *others: Any, **more: Any) -> None:
-            begin(snapshot, groups, room, *others, **more)
-            needed[snapshot] = permits = threading.Semaphore(0 if room else 10**6)
-            disk = self
+            permits, disk = threading.Semaphore(0 if room else 10**6), self
 
             class Changed(threading.Condition):
                 def wait(self, timeout: float | None = None) -> bool:
@@ -36,7 +36,9 @@ class SlowDisk:
                     permits.release()
                     return super().wait(timeout)
 
-            snapshot._changed = Changed(threading.RLock())
+            needed[snapshot] = permits
+            with mock.patch.object(snapshots, "Condition", Changed):
+                begin(snapshot, groups, room, *others, **more)
 
         def taken(snapshot: Snapshot) -> Any:
             assert needed[snapshot].acquire(timeout=60), "nobody waits"
@@ -45,11 +47,11 @@ class SlowDisk:
         result = background.BackgroundSave.result
 
         def finished(saving: background.BackgroundSave) -> None:
-            needed[saving._snapshot].release(10**6)
+            needed[saving.snapshot].release(10**6)
             result(saving)
 
         monkeypatch.setattr(Snapshot, "__init__", begun)
-        monkeypatch.setattr(Snapshot, "_next", taken)
+        monkeypatch.setattr(Snapshot, "next_group", taken)
         monkeypatch.setattr(background.BackgroundSave, "result", finished)
 
 

@@ -198,7 +198,7 @@ def cell(values: Sequence[float]) -> str:
 
 def document(rows: Rows) -> str:
     """The table in the form of the paper's table 7, and the paper's own below it."""
-    head = ("method", *(f"{name}, {task.measure}".replace("_correlation", "") for name, task in TASKS.items()))
+    head = ("method", *(f"{name}, {task.measure.partition('_')[0]}" for name, task in TASKS.items()))
     ours = [(method, *(cell(last(rows, name, method)) for name in TASKS)) for method in METHODS]
     seeds = len({row["draw"] for row in rows})
     sizes = {row["task"]: (row["train_rows"], row["validation_rows"], row["steps"]) for row in rows}

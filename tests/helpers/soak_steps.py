@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,10 @@ def slope_of(readings: list[tuple[int, int]]) -> float:
 
 def steps(device: str, turns: int = 3000, warm_up: int = 300, every: int = 50) -> dict[str, Any]:
     """Steps of a loop in plain torch."""
-    from update_cases import toy_under
+    from runs import attach
 
     options = {} if device == "cpu" else {"stash": "host"}
-    model, eps, optimizer, batch = toy_under(device, "deferred", **options)
+    model, eps, optimizer, batch = attach(device=device, **options)
 
     def turn() -> None:
         model(**batch).loss.backward()
@@ -152,7 +153,9 @@ def saves(folder: Path, *, in_background: bool, turns: int = 50, warm_up: int = 
     class Counts(hf.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step in (warm_up, turns - 1):
-                made._finish_saving()  # at each of the two moments, no checkpoint is being written
+                for thread in threading.enumerate():  # at each of the two moments, no checkpoint is being written
+                    if thread.name == "hf_l2l save":
+                        thread.join()
                 found["first" if state.global_step == warm_up else "last"] = left_over.counts()
                 name = "first_bytes" if state.global_step == warm_up else "last_bytes"
                 found[name] = left_over.resident_bytes()

@@ -12,12 +12,11 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
 from memory_switches import forced_copies
-from models import batch_for
-from update_cases import OPTIMIZERS, Block, Run, assert_same, groups_of, result, toy
+from models import Toy, batch_for
+from runs import OPTIMIZERS, Run, assert_same_run, groups_of, run_of
 
 ROWS = 8
 
@@ -93,26 +92,9 @@ def program_of(seed: int) -> Program:
     )
 
 
-class Repeated(nn.Module):
-    """Calls the same layers again and again."""
-
-    def __init__(self, layers: int, times: int) -> None:
-        super().__init__()
-        self.inner, self.times = toy(), times
-        torch.manual_seed(3)
-        self.inner.blocks = nn.ModuleList(Block(8) for _ in range(layers))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.inner.embed(input_ids)
-        for _ in range(self.times):
-            for block in self.inner.blocks:
-                x = block(x)
-        return nn.functional.cross_entropy(self.inner.head(x).float().flatten(0, 1), labels.flatten())
-
-
 def trained(program: Program, mode: str) -> Run:
     """What this training leaves behind, with losses and norms."""
-    model = Repeated(program.layers, program.times)
+    model = Toy(program.layers, calls=program.times)
     torch.manual_seed(11)
     eps = attach_l2l(model, L2LConfig(device="cpu", eps_update=mode, layer_classes=("Block",), **program.options))
     optimizer = eps.wrap(OPTIMIZERS[program.optimizer](groups_of(model)))
@@ -122,9 +104,9 @@ def trained(program: Program, mode: str) -> Run:
         for turn, backward in enumerate(step):
             batch = batch_for(model, masked=False, seed=10 * number + turn)
             with eps.accumulate() if turn < len(step) - 1 else nullcontext():
-                losses = [model(**batch) for _ in range(backward.forwards + backward.thrown_away)]
+                losses = [model(**batch).loss for _ in range(backward.forwards + backward.thrown_away)]
                 with torch.no_grad():
-                    logged += [model(**batch).item() for _ in range(backward.evaluations)]
+                    logged += [model(**batch).loss.item() for _ in range(backward.evaluations)]
                 torch.stack(losses[: backward.forwards]).sum().backward()
             logged += [loss.item() for loss in losses]
         norm = eps.clip_grad_norm_(program.max_norm) if program.max_norm else eps.grad_norm()
@@ -133,7 +115,7 @@ def trained(program: Program, mode: str) -> Run:
         optimizer.zero_grad(set_to_none=not program.keeps_gradients)
     if eps.loss_scale is not None:
         logged.append([eps.loss_scale.value, eps.loss_scale.skipped])
-    return result(model, optimizer, logged)
+    return run_of(model, optimizer, logged)
 
 
 def run(seed: int) -> dict[str, Any]:
@@ -143,7 +125,7 @@ def run(seed: int) -> dict[str, Any]:
         try:
             serial = trained(program, "serial")
             for mode in program.modes():
-                assert_same(trained(program, mode), serial)
+                assert_same_run(trained(program, mode), serial)
         except (AssertionError, RuntimeError, ValueError) as error:
             failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'bits differ'}"
     backwards = [backward for step in program.steps for backward in step]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import pytest
+
+from devices import DEVICE, ON_EVERY_DEVICE
 
 ALL = os.environ.get("L2L_TESTS") == "all"
 """Whether this is `make test-all`."""
@@ -22,6 +24,27 @@ def nightly(test: T) -> T:
 def on_a_device(test: T) -> T:
     """Decorates a test of what only a device with memory of its own has: it is not collected for the CPU."""
     return pytest.mark.on_a_device(test)
+
+
+def cpu_suffices(test: T) -> T:
+    """Decorates a test of what the device makes no difference to: on another one than the CPU, `make test-all` alone
+    runs it."""
+    return pytest.mark.cpu_suffices(test)
+
+
+def chosen(
+    cases: list[T], marks: Collection[str], folder: str, *, device: str = DEVICE, is_all: bool = ALL
+) -> list[T]:
+    """Those of the cases of one test, in `folder`, that this run has: none of a test for `make test-all` alone, or for
+    another device. Where `make test` has a test on the CPU and on the simulated accelerator, its cases are dealt to
+    the two in turn, and each of the two has one at least."""
+    if ("on_a_device" in marks and device == "cpu") or ("nightly" in marks and not is_all):
+        return []
+    if is_all or folder not in ON_EVERY_DEVICE or device == "cuda" or "on_a_device" in marks:
+        return cases
+    if "cpu_suffices" in marks:
+        return cases if device == "cpu" else []
+    return cases[device == "sim" :: 2] if len(cases) > 1 else cases
 
 
 def more(*values: Any) -> tuple[Any, ...]:

@@ -12,9 +12,8 @@ from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.runtime.flat_memory import Layout
-from hf_l2l.testing import Costs, VirtualClock, virtual_clock
+from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
 from hf_l2l.testing.sim_disk import disk_on_clock
-from hf_l2l.testing.sim_worker import engine_on_clock
 
 WIDTH = 16
 

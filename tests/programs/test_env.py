@@ -43,7 +43,7 @@ def test_what_is_not_supported_or_fails_does_not_end_the_report(monkeypatch, cap
     def broken():
         raise RuntimeError("the driver is gone")
 
-    monkeypatch.setattr(hf_l2l, "_TESTED", {"torch": ("98", "99")})
+    monkeypatch.setattr(hf_l2l, "TESTED", {"torch": ("98", "99")})
     monkeypatch.setattr(surroundings, "devices", broken)
     found = ran(capsys, "env", "--json")
     assert "needs torch 98 or newer" in found.json["unsupported"]
@@ -104,7 +104,7 @@ def test_the_probe(monkeypatch, capsys):
 
 def test_limits_of_a_control_group_and_of_locked_memory(tmp_path, monkeypatch):
     groups = [(tmp_path, "memory.max", ""), (tmp_path / "none", "memory.max", "")]
-    monkeypatch.setattr(host_limits, "_control_groups", lambda: iter(groups))
+    monkeypatch.setattr(host_limits, "control_groups", lambda: iter(groups))
     for text, number in (("max", None), (str(2**63 - 4096), None), ("1048576", 2**20), ("", None)):
         (tmp_path / "memory.max").write_text(text)
         assert host_limits.group_bytes() == number

@@ -13,7 +13,7 @@ evaluate = pytest.importorskip("evaluate")
 pytest.importorskip("sklearn.metrics")
 stats = pytest.importorskip("scipy.stats")
 
-from hf_l2l.glue.metric import OTHER_DATA, TASKS, GlueMetric
+from hf_l2l.glue import OTHER_DATA, TASKS, GlueMetric
 
 KEYS = {
     "cola": ["matthews_correlation"],

@@ -17,10 +17,10 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report.traced_steps import traced_steps
 from hf_l2l.scale import HARDWARE, Cluster, Method, TransformerShape, Usage
 from hf_l2l.scale.curves import arranged
-from hf_l2l.scale.hardware import GIB
-from hf_l2l.scale.planner import DAY_S, YEAR_S
 from memory_switches import forced_copies
 from tiers import more
+
+GIB, DAY_S, YEAR_S = 2**30, 86_400, 365 * 86_400
 
 
 def test_json_has_the_parts_of_the_time_and_of_the_memory(capsys):

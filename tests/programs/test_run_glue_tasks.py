@@ -14,7 +14,7 @@ datasets = pytest.importorskip("datasets")
 
 import run_glue_l2l
 from glue_script import NAMED, Row, command, refused, trainer_of
-from hf_l2l.glue.metric import TASKS
+from hf_l2l.glue import TASKS
 from tiers import more
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")

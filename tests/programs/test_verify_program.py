@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from cli_models import LLAMA, ran, refused, written
+from cli_models import LLAMA, checks_nothing, ran, refused, written
 from hf_l2l import testing
-from hf_l2l.cli import verify as command
 from hf_l2l.device.slots import GradientSlots
 from hf_l2l.hf import attach
 from hf_l2l.verify.checks import CHECKS, verify
@@ -34,7 +33,7 @@ def test_a_model_that_differs_or_is_refused(tmp_path, capsys, monkeypatch):
     """Gradients of layers are twice what they should be, or wrong by rounding; or the engine refuses the model. Two
     checks show it."""
     source = written(tmp_path, LLAMA)
-    monkeypatch.setattr(command, "COMPARED", ("gradients",))
+    monkeypatch.setattr("hf_l2l.cli.verify.COMPARED", ("gradients",))
 
     def of_two(family: Any, names: Any = ("layers", "gradients"), device: str = "cpu") -> Any:
         return verify(family, names, device)
@@ -69,8 +68,7 @@ def test_a_model_that_differs_or_is_refused(tmp_path, capsys, monkeypatch):
 
 
 def test_what_is_taken_from_the_config_is_told(tmp_path, capsys, monkeypatch):
-    green = "green", {"layers": {"verdict": "ok", "text": ""}}
-    monkeypatch.setattr(command, "_checked", lambda family, device: green)
+    checks_nothing(monkeypatch)
     out = ran(capsys, "verify", written(tmp_path, LLAMA, mlp_bias=True)).out
     assert "a tiny LlamaForCausalLM on cpu, of the family 'llama'\n" in out
     assert "  taken from the config: tie_word_embeddings, mlp_bias\n" in out

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
-from hf_l2l.checkpoint.background import BackgroundSave
 from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.checkpoint.snapshot import Snapshot
 from hf_l2l.checkpoint.staging import CheckpointSaveError
@@ -171,33 +170,31 @@ EACH_STEP: dict[str, Any] = {**SAVED, "save_steps": 1, "max_steps": 2}
 
 
 @contextmanager
-def slow_disk(*, until_copied: bool = False) -> Iterator[list[int]]:
+def slow_disk(*, until_copied: bool = False) -> Iterator[list[Snapshot]]:
     """Inside, checkpoints take some time; with `until_copied`, the first one waits for an update that has to copy a
-    layer. Lists the bytes that were copied of each one."""
-    take, end = Snapshot._next, BackgroundSave._end
-    copied: list[int] = []
+    layer. Lists what is written."""
+    take = Snapshot.next_group
+    found: list[Snapshot] = []
 
     def taken(snapshot: Snapshot) -> Any:
-        until = time.monotonic() + (3.0 if until_copied and snapshot._room and not any(copied) else 0.03)
-        while time.monotonic() < until and not (snapshot.most_copied_bytes or snapshot._is_stopped):
+        if snapshot not in found:
+            found.append(snapshot)
+        copied = any(each.most_copied_bytes for each in found)
+        until = time.monotonic() + (3.0 if until_copied and snapshot.room and not copied else 0.03)
+        while time.monotonic() < until and not (snapshot.most_copied_bytes or snapshot.is_stopped):
             time.sleep(0.005)
         return take(snapshot)
 
-    def ended(saving: BackgroundSave) -> None:
-        copied.append(saving._snapshot.most_copied_bytes)
-        end(saving)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Snapshot, "_next", taken)
-        patch.setattr(BackgroundSave, "_end", ended)
-        yield copied
+        patch.setattr(Snapshot, "next_group", taken)
+        yield found
 
 
 def trained_slowly(name: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """A training whose checkpoints take longer than a step."""
-    with slow_disk(until_copied=True) as copied:
+    with slow_disk(until_copied=True) as snapshots:
         found = trained(name, "l2l", folder, options)
-    return {**found, "copied": sum(copied)}
+    return {**found, "copied": sum(each.most_copied_bytes for each in snapshots)}
 
 
 CASES = {

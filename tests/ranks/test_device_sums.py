@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_what_is_faster_adds_and_is_logged_by_the_first_rank(pool, tmp_path, sec
 
 def of_one_device() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "_identity", lambda device, rank: "one")
+        same = SimpleNamespace(uuid="one")
+        patch.setattr(torch.sim, "get_device_properties", lambda device: same, raising=False)
         with pytest.raises(ValueError) as error:
             Ranked(reduce="device")
     return str(error.value)

@@ -7,6 +7,8 @@ import gc
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ import torch
 from torch import distributed
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.ranks import far_ranks
 from hf_l2l.ranks.messages import LANDED
 from host_cases import on_hosts
 from left_over import own_threads
@@ -142,10 +143,10 @@ def calls_and_reads() -> tuple[int, list[str]]:
     run = Ranked(eps_update="serial")
     run.steps([0])
     counterparts = run.eps.team.counterparts
-    before = counterparts._asked
+    before = counterparts.asked
     with run.eps.updates.state_gathered():
         pass
-    asked = counterparts._asked
+    asked = counterparts.asked
     assert asked > before
     run.backward(1)
     found = []
@@ -173,22 +174,21 @@ def test_all_hosts_count_as_many_calls_and_a_gradient_that_another_has_cannot_be
 
 def head_alone() -> bool:
     """The last steps train the head alone, while the other host hears late of what has landed."""
-    send = far_ranks._Last.__call__
 
-    def late(last: Any, message: bytes, until: float) -> None:
+    def late(send: Callable[[bytes, float], None], message: bytes, until: float) -> None:
         if message[0] == LANDED:
-            threading.Timer(0.05, send, (last, message, 0.0)).start()
+            threading.Timer(0.05, send, (message, 0.0)).start()
         else:
-            send(last, message, until)
+            send(message, until)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(far_ranks._Last, "__call__", late)
-        run = Ranked(eps_update="deferred")
-        for step in range(6):
-            for name, p in run.model.named_parameters():
-                p.requires_grad_(step < 4 or name.startswith("classifier"))
-            run.steps([step])
-        detach_l2l(run.model)
+    run = Ranked(eps_update="deferred")
+    far = run.eps.team.peers.state.far
+    far[:] = [partial(late, send) for send in far]
+    for step in range(6):
+        for name, p in run.model.named_parameters():
+            p.requires_grad_(step < 4 or name.startswith("classifier"))
+        run.steps([step])
+    detach_l2l(run.model)
     return True
 
 

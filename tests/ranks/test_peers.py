@@ -19,7 +19,7 @@ from torch import distributed
 from connected_ranks import LONG_S, TIMEOUT_S, at_once, connected, met, one_and_raw, until
 from hf_l2l import RankFailedError
 from hf_l2l.across_hosts.calls import failing_with_ranks
-from hf_l2l.ranks import counterparts, peers
+from hf_l2l.ranks import counterparts
 from hf_l2l.ranks.messages import BARRIER, HEARTBEAT, LANDED, LATE, MEMORY, STEP, UPDATED
 from hf_l2l.ranks.peers import OtherCallsError, Peers
 from hf_l2l.ranks.watch import HEADER
@@ -158,7 +158,6 @@ def test_a_rank_that_has_gone_on_is_not_waited_for(waits_for, other):
 
 def test_a_wait_is_logged_though_heartbeats_come(monkeypatch):
     """Several in each interval in which a wait looks around."""
-    monkeypatch.setattr(peers, "_POLL_S", 0.2)
     began = threading.Event()
     monkeypatch.setattr(StallLog, "set_phase", lambda *_: began.set())
     with one_and_raw(1.0) as (rank, raw):
@@ -180,10 +179,10 @@ def test_a_wait_is_logged_though_heartbeats_come(monkeypatch):
 
 
 def test_any_error_of_a_call_to_another_host_is_told():
-    calls, changed, call = queue.SimpleQueue[Any](), threading.Condition(), counterparts._Call(lambda: 1 / 0)
+    calls, changed, call = queue.SimpleQueue[Any](), threading.Condition(), counterparts.Call(lambda: 1 / 0)
     calls.put(call)
     calls.put(None)
-    counterparts._run(calls, changed)
+    counterparts.run_calls(calls, changed)
     assert call.is_over and isinstance(call.error, ZeroDivisionError)
 
 

@@ -212,7 +212,7 @@ def out_of_memory(patch: pytest.MonkeyPatch, what: str) -> None:
         raise MemoryError("none")
 
     if what == "memory of masters":
-        patch.setattr(host_memory.SharedMemory, "_make_copies", fails)
+        patch.setattr(host_memory, "version_kept", fails)  # within which masters move to shared memory
     else:
         patch.setattr(server, "SharedUpdates", fails)
 

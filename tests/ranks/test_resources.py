@@ -21,7 +21,6 @@ from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.probe import known
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.ranks.owners import mask_of, share_of_cores
-from hf_l2l.shared_eps import updates
 from host_cases import on_hosts
 from models import batch_for, bert, llama
 from rank_cases import rank_here
@@ -56,7 +55,7 @@ def threads_of_rank() -> int:
     """The threads of updates of a rank that is bound to eight cores of its own."""
     rank = distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(updates, "cores_of_process", lambda: set(range(8 * rank, 8 * rank + 8)))
+        patch.setattr(os, "sched_getaffinity", lambda pid: set(range(8 * rank, 8 * rank + 8)))
         model = bert()
         found: int = attach_l2l(model, L2LConfig()).updates.worker.num_threads
         detach_l2l(model)

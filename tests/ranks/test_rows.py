@@ -13,6 +13,7 @@ from hf_l2l.optim.layerwise_check import can_step_rows
 from hf_l2l.optim.layerwise_step import places_of
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.ranks.owners import dealt, shares_of_rows
+from hf_l2l.runtime.worker import Task, Worker
 from rank_cases import OPTIMIZERS, Ranked
 from rank_pool import RankPool, digest
 from tiers import combinations, more
@@ -101,16 +102,23 @@ def one_leaves(late: int) -> str:
         time.sleep(1.0)  # a wait for the others looks around
         step_rows(step, *args)
 
+    own: list[Task] = []
+    submit = Worker.submit
+
+    def submitted(worker: Worker, task: Task, *args: Any) -> None:
+        own.append(task)
+        submit(worker, task, *args)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "submit", submitted)
         for step in range(3):
             if step == 2 and run.rank == late:
                 run.eps.synchronize()
                 patch.setattr(RowsStep, "run", after_it)
             run.steps([step])
         if run.rank == 1:
-            for task in run.eps.updates._begun:
-                if hasattr(task, "wait") and type(task).__name__ != "RemoteTask":
-                    task.wait("test")
+            for task in own:
+                task.wait("test")
             peers.close()
             return ""
         run.eps.synchronize()

@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import stat
+import struct
 import time
 from contextlib import ExitStack, closing
 from typing import Any
@@ -213,22 +214,24 @@ def test_processes_of_other_users_are_left_out():
         for kind in (0, 1):  # those of rank 1 come after it
             to = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
             to.connect(address)
-            to.send(meeting._NUMBER.pack(2 + kind))
+            to.send(struct.pack("<I", 2 + kind))
         messages, files = meeting.connected(0, [0, 1], [address[1:]] * 2, server, stack, 30.0)
         assert set(messages) == set(files) == {1}
-        assert meeting._user_of(messages[1]) == meeting._user_of(files[1]) == os.getuid()
+        for to in (messages[1], files[1]):
+            assert struct.unpack("3i", to.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] == os.getuid()
         assert os.waitpid(child, 0)[1] == 0  # its connection has been closed
 
 
 def test_a_rank_of_another_user_is_told(monkeypatch):
     address = f"\0hf_l2l-test-{os.getpid()}"
-    monkeypatch.setattr(meeting, "_user_of", lambda to: 65534)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as server:
         server.bind(address)
         server.listen(1)
         with (
             ExitStack() as at_errors,
-            pytest.raises(RuntimeError, match="must belong to one user .got a process of user 65534, and this one"),
+            pytest.raises(RuntimeError, match=f"one user .got .* of user {user}, and this one is of {user + 1}"),
         ):
             meeting.connected(1, [0, 1], [address[1:]] * 2, server, at_errors, 30.0)
 

@@ -154,14 +154,14 @@ def test_a_rank_that_leaves_while_its_thread_tells_of_another_one_waits_for_that
     """Else who hears of its end only would take it for the cause."""
     sockets = connected(3)
     rank = Peers(0, sockets[0], LONG_S)
-    send_all, has_left = watch._send_all, threading.Event()
+    send_all, has_left = watch.send_to_all, threading.Event()
 
     def late(state: watch.State, message: bytes) -> None:
         if threading.current_thread().name == "hf_l2l ranks":
             has_left.wait(1.0)  # it may not leave before
         send_all(state, message)
 
-    monkeypatch.setattr(watch, "_send_all", late)
+    monkeypatch.setattr(watch, "send_to_all", late)
     with sockets[2][0] as raw, sockets[2][1], sockets[1][2]:
         sockets[1][0].close()
         until(lambda: rank.state.is_announced)

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import transformers as hf
 
-import hf_l2l.log
 import run_glue_l2l
 from glue_script import NAMED, PAIRS, ROWS, Row, command, needs_datasets, results, write
 from hf_l2l.glue.messages import leaves_no_empty_folder
@@ -71,7 +70,6 @@ def test_details_are_for_those_who_ask(tmp_path, caplog):
         l2l_trainer(tmp_path / "a", max_steps=1).train()
         assert "Layer-to-layer execution" not in caplog.text
         hf.logging.set_verbosity_info()
-        assert hf_l2l.log.details_are_shown()
         l2l_trainer(tmp_path / "b", max_steps=1).train()
     assert "Layer-to-layer execution" in caplog.text
     assert {record.name for record in caplog.records if "ayer" in record.getMessage()} == {"hf_l2l"}

@@ -43,11 +43,24 @@ class Torch(types.ModuleType):
         return getattr(torch, name)
 
 
+class Bare(types.ModuleType):
+    """The module of a device without names for streams."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("Stream", "Event", "stream"):
+            raise AttributeError(name)
+        return getattr(torch.sim, name)
+
+
+def without_streams(patch: pytest.MonkeyPatch) -> None:
+    of, bare = stream.device_module, Bare("torch.bare")
+    patch.setattr(stream, "device_module", lambda device: bare if device.type == "sim" else of(device))
+
+
 @pytest.fixture
 def bare(monkeypatch):
-    """The device's own module has no streams and no sizes of memory; the function sees what it has."""
-    of, module = stream._with_streams.__wrapped__, types.ModuleType("torch.bare")
-    monkeypatch.setattr(stream, "_with_streams", lambda _, device: of(module, device))
+    """The device's own module has no streams."""
+    without_streams(monkeypatch)
 
 
 @pytest.fixture
@@ -65,8 +78,7 @@ OPTIONS = [{}, {"stash": "host", "ubatch_size": 2}, {"cmp": "bf16", "eps_update"
 def test_copies_run_beside_the_computation_with_the_same_bits(options, monkeypatch):
     expected = weights_after(tiny_bert(layers=3), count=2, **options)
     with monkeypatch.context() as patch:
-        of, module = stream._with_streams.__wrapped__, types.ModuleType("torch.bare")
-        patch.setattr(stream, "_with_streams", lambda _, device: of(module, device))
+        without_streams(patch)
         patch.setattr(stream, "torch", Torch("torch"))
         assert stream.is_asynchronous(SIM)
         Torch.made.clear()

@@ -428,12 +428,15 @@ def test_an_event_of_before_is_done(of):
 
 
 def test_an_event_that_is_recorded_again_after_the_clock_is_done():
-    kernel = Kernel(2)
+    kernel, side = Kernel(2), torch.sim.Stream()
     with running() as clock:
         kernel()
         event = torch.sim.current_stream().record_event()
     event.record()
-    assert event._moment is None and clock.end == 2
+    with running() as later, torch.sim.stream(side):
+        side.wait_event(event)
+        kernel()
+    assert clock.end == later.end == 2
 
 
 # ---- the host

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.compat import without_interception
-from hf_l2l.engine.shell import _Owner
+from hf_l2l.engine.shell import Owner
 from hf_l2l.eps import updates
 from hf_l2l.eps.pending import Pending, hold
 from hf_l2l.testing import Costs, virtual_clock
@@ -179,7 +179,7 @@ def test_a_gradient_of_a_large_weight_that_was_not_uploaded_is_an_error():
     leaf.grad = torch.ones(2)
     hold(leaf, Pending())
     with pytest.raises(RuntimeError, match="got a gradient of embed.weight, which was used in another way"):
-        shell._sender(_Owner(shell, unit))([m.name for m in unit.masters].index("embed.weight"), leaf)
+        shell.sender(Owner(shell, unit))([m.name for m in unit.masters].index("embed.weight"), leaf)
 
 
 def test_a_weight_may_be_used_in_another_stream_first():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l.device import slots
+from hf_l2l.device.slots import WeightSlots
 from hf_l2l.runtime import stream, wait_reasons
 from memory_switches import land_the_rest, poisoned_releases
 from models import attached, batch_for, gradients, train_once
@@ -148,14 +148,19 @@ class Log:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
         self.entries: list[tuple[str, int]] = []
-        for kind, name in (("fill", "_fill"), ("use", "weights")):
-            original = getattr(slots.WeightSlots, name)
+        span, weights = stream.span, WeightSlots.weights
 
-            def logged(slots: Any, unit: Any, *, kind: str = kind, original: Any = original, **kw: Any) -> Any:
-                self.entries.append((kind, index[unit.module]))
-                return original(slots, unit, **kw)
+        def copies(device: torch.device, row: str, of: Any) -> Any:
+            if row == "upload" and of in index:
+                self.entries.append(("fill", index[of]))
+            return span(device, row, of)
 
-            monkeypatch.setattr(slots.WeightSlots, name, logged)
+        def uses(slots: WeightSlots, unit: Any, **options: Any) -> Any:
+            self.entries.append(("use", index[unit.module]))
+            return weights(slots, unit, **options)
+
+        monkeypatch.setattr(stream, "span", copies)
+        monkeypatch.setattr(WeightSlots, "weights", uses)
 
     def filled(self) -> list[int]:
         return [layer for kind, layer in self.entries if kind == "fill"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -109,18 +111,26 @@ def test_a_limit_ends_where_an_error_leaves_it(memory):
     assert (register(memory), unregister(memory)) == (GRANTED, GRANTED)
 
 
-def test_a_finalizer_that_unregisters_does_not_stop_a_registration(memory, monkeypatch):
+def test_a_finalizer_that_unregisters_does_not_stop_a_registration(memory):
     """Garbage may be collected anywhere, while something else is registered, too."""
     assert register(memory[:PAGE]) == GRANTED
-    overlaps, found = sim_pages._share_a_page, []
+    found: list[int] = []
 
-    def collected_meanwhile(*ranges: int) -> bool:
-        if not found:
-            found.append(unregister(memory[:PAGE]))
-        return overlaps(*ranges)
+    def collected_meanwhile(frame: Any, event: str, arg: Any) -> None:
+        """Called with each call and return: at the first call that the function which registers makes itself."""
+        if not found and event == "call" and frame.f_back.f_code.co_name == "register" != frame.f_code.co_name:
+            if frame.f_back.f_code.co_filename != __file__:
+                found.append(unregister(memory[:PAGE]))
 
-    monkeypatch.setattr(sim_pages, "_share_a_page", collected_meanwhile)
-    registering = threading.Thread(target=lambda: found.append(register(memory[2 * PAGE : 3 * PAGE])), daemon=True)
+    def registers() -> None:
+        sys.setprofile(collected_meanwhile)
+        try:
+            done = register(memory[2 * PAGE : 3 * PAGE])
+        finally:
+            sys.setprofile(None)
+        found.append(done)
+
+    registering = threading.Thread(target=registers, daemon=True)
     registering.start()
     registering.join(10)
     assert found == [GRANTED, GRANTED], "it waits for itself"

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.device.device_weights import _DeviceBuffers
-from hf_l2l.model.precision import Precision
-from hf_l2l.runtime import stream, tensors
+from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import SMALL, sent, to_device
 from models import assert_same_bits, attached, batch_for, bert, gpt2, gradients, train_once
 
@@ -115,7 +113,13 @@ def test_without_memory_that_can_be_page_locked_the_host_waits(monkeypatch):
 
 @pytest.mark.parametrize("why", ["cannot", "has refused"])
 def test_a_device_that_page_locks_nothing_is_not_asked(why, monkeypatch):
-    monkeypatch.setattr(tensors, "_staged", None)
+    pin = torch.Tensor.pin_memory
+
+    def asked(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        assert tensor.shape != (3,), "the one that is sent"
+        return pin(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", asked)
     if why == "cannot":
         monkeypatch.setattr(stream, "can_page_lock", lambda device: False)
     else:
@@ -217,13 +221,15 @@ def test_the_host_does_not_wait_for_buffers(monkeypatch):
 
 @pytest.mark.parametrize("page_locked", [False, True])
 def test_a_buffer_may_be_written_to_while_it_is_uploaded(page_locked):
-    module = Masked()
+    model = Stacked().eval()
     if page_locked:
-        module.mask = module.mask.pin_memory()
-    precision = Precision(module, None)
+        for layer in model.layers:
+            layer.mask = layer.mask.pin_memory()
+    x = torch.randn(6, 6)
     with torch.no_grad():
-        copies = _DeviceBuffers([module], SIM, keep=True, precision=precision)
-        module.mask.fill_(9)
-        torch.sim.synchronize()
-        (arrived,) = (each.copy for each in copies.copies if each.place.name == "mask")
-    assert torch.equal(arrived.cpu(), torch.ones(6, 6).tril())
+        expected = model(x)
+        attach_l2l(model, L2LConfig(device="sim", layer_classes=("Masked",)))
+        found = model(x)
+        for layer in model.layers:
+            layer.mask.fill_(9)
+        torch.testing.assert_close(found.cpu(), expected)

@@ -898,7 +898,7 @@ def test_a_bert_layer_costs_some_calls_of_python_whatever_else_is_there() -> Non
 @pytest.mark.parametrize("adds_reference", [True, False], ids=["as torch 2.13", "as torch 2.11"])
 def test_what_a_backward_stashes_has_one_reference_more(adds_reference, monkeypatch):
     """Else it would be freed while a backward uses it, or by the value that takes its place."""
-    original, torch_adds = torch._C._stash_obj_in_tls, sim_backward._adds_reference()
+    original, torch_adds = torch._C._stash_obj_in_tls, sim_backward.adds_reference()
     count = ctypes.PYFUNCTYPE(None, ctypes.py_object)
     more, fewer = (count((name, ctypes.pythonapi)) for name in ("Py_IncRef", "Py_DecRef"))
 
@@ -908,14 +908,14 @@ def test_what_a_backward_stashes_has_one_reference_more(adds_reference, monkeypa
         original(key, value)
 
     monkeypatch.setattr(torch._C, "_stash_obj_in_tls", stash)
-    monkeypatch.setattr(sim_backward, "_adds_reference", functools.cache(sim_backward._adds_reference.__wrapped__))
-    assert sim_backward._adds_reference() == adds_reference
+    monkeypatch.setattr(sim_backward, "adds_reference", functools.cache(sim_backward.adds_reference.__wrapped__))
+    assert sim_backward.adds_reference() == adds_reference
     value = object()
     before = sys.getrefcount(value)
     for other in (None, object()):
-        sim_backward._stash("a test", value)
+        sim_backward.stash("a test", value)
         assert sys.getrefcount(value) == before + 1
-        sim_backward._stash("a test", other)
+        sim_backward.stash("a test", other)
         assert sys.getrefcount(value) == before
-        assert sim_backward._in_tls("a test") is other
-    sim_backward._stash("a test", None)
+        assert sim_backward.in_tls("a test") is other
+    sim_backward.stash("a test", None)

@@ -42,7 +42,7 @@ def test_masters_are_not_page_locked_but_what_travels_is(tmp_path):
 @pytest.fixture
 def no_tensor_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the machine are; with larger ones, its step takes long."""
-    monkeypatch.setattr("hf_l2l.state_tier.state._SMALL", 64)
+    monkeypatch.setattr("hf_l2l.state_tier.state.SMALL", 64)
 
 
 MACHINE = Machine(layers=12, ubatches=4, forward_s=1.0, transfer_s=1.0, optimizer_s=12.0)

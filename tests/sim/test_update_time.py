@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 
 from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.hf.training_args import l2l_config
 from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
 from tiers import more
 from timed_machine import V100, WIDTH, Machine, Stack
@@ -134,7 +135,7 @@ def run_on_clock(folder: Path, mode: str) -> _Moments:
     )
     with virtual_clock(slow) as clock:
         moments.clock = clock
-        with engine_on_clock(clock, attach_l2l(model, made._l2l_config())):
+        with engine_on_clock(clock, attach_l2l(model, l2l_config(made.args))):
             made.train()
     return moments
 

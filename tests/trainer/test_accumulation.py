@@ -17,7 +17,7 @@ from hf_l2l import L2LTrainer
 from hf_l2l.model.batch_dims import NotCut
 from plain import DROPOUT
 from runs import assert_same_run
-from tiers import more
+from tiers import cpu_suffices, more
 from training import SAVING, logs, stopped_at_two
 
 # ---- the steps of a training
@@ -37,11 +37,12 @@ OPTIONS: list[dict[str, Any]] = [
 def test_a_step_is_that_of_its_batches(tmp_path, options):
     """Of transformers' Trainer; in float64, only what the loss casts to fp32 rounds."""
     make = options.get("model", tiny_llama)
+    options = {"max_steps": 2, **options}
     folded = accumulated.made(tmp_path, **{**options, "model": make()})
     seen = forwards(folded)
     assert told(folded)
     size = folded.args.per_device_train_batch_size * folded.args.gradient_accumulation_steps
-    assert seen[-3:] == [size] * 3
+    assert seen[-2:] == [size] * 2
     known = {"data", *hf.TrainingArguments.__dataclass_fields__}
     theirs = {name: value for name, value in options.items() if name in known}
     plain = accumulated.made(tmp_path, kind=hf.Trainer, **theirs, model=make())
@@ -59,7 +60,7 @@ SIXTEEN = [
 @pytest.mark.parametrize(("options", "rel", "weights"), SIXTEEN, ids=lambda value: str(value))
 def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
     """Adam makes of the sign of a small gradient a whole learning rate, hence the tolerance of the weights."""
-    folded, apart = pair(tmp_path, **options)
+    folded, apart = pair(tmp_path, max_steps=2, **options)
     seen = forwards(folded)
     assert told(folded)
     assert seen[-1] == 8
@@ -71,6 +72,7 @@ def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
         assert folded.state.log_history[-2]["skipped_steps"] == 1
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("size", "seen_by_layers"), [*more((None, [3, 3, 3, 1])), (2, [2, 1, 2, 1, 2, 1, 1])])
 def test_layers_see_one_batch_at_a_time(tmp_path, size, seen_by_layers):
     """Also where the last batch of an epoch has fewer rows."""
@@ -100,6 +102,7 @@ class Events(hf.TrainerCallback):
         self.events.append("gradients")
 
 
+@cpu_suffices
 def test_what_callbacks_and_logs_see(tmp_path):
     runs = []
     for value in ("auto", "off"):
@@ -120,6 +123,7 @@ def test_what_callbacks_and_logs_see(tmp_path):
         assert ours == pytest.approx(theirs, rel=CLOSE)
 
 
+@cpu_suffices
 def test_it_resumes_in_the_midst_of_an_epoch_with_the_same_bits(tmp_path):
     """Also with dropout, since the comparison of the first step leaves no trace."""
 
@@ -134,6 +138,7 @@ def test_it_resumes_in_the_midst_of_an_epoch_with_the_same_bits(tmp_path):
     assert_same_run(resumed, whole)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("mode", [*more({}), EAGER], ids=str)
 def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path, mode):
     """transformers' loss of this model does not use num_items_in_batch, though its forward takes it."""
@@ -181,6 +186,7 @@ class WithBatchMean(hf.LlamaForCausalLM):
         return outputs
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [(WithAuxiliaryLoss, "an auxiliary loss (aux_loss"), (WithBatchMean, "the gradient of model.norm.weight would")],
@@ -215,6 +221,7 @@ def test_a_device_without_room_for_all_rows(tmp_path, where, steps, mode):
 LATE = ["fails at once", "cannot be cut", "different inputs", "random numbers"]
 
 
+@cpu_suffices
 @pytest.mark.parametrize("late", LATE)
 def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path, late):
     """And so do all steps after that; nothing is lost, and random numbers are drawn again."""
@@ -332,6 +339,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@cpu_suffices
 def test_batches_run_one_by_one_and_a_warning_says_why(tmp_path):
     for name, (given, reason) in CASES.items():
         options = {"model": tiny_llama, **given}
@@ -353,6 +361,7 @@ def test_a_warning_has_the_numbers_of_the_arguments(tmp_path, device):
         assert (part in said) == (device != "cpu")
 
 
+@cpu_suffices
 def test_experts_are_folded_without_the_loss_of_their_routers(tmp_path):
     folded = accumulated.made(tmp_path, model=mixtral(), max_steps=2)
     seen = forwards(folded)
@@ -369,6 +378,7 @@ def test_experts_are_folded_without_the_loss_of_their_routers(tmp_path):
     assert_folded(*routed, weights=1e-3)
 
 
+@cpu_suffices
 def test_a_step_called_by_the_program_is_run_at_once(tmp_path):
     made = accumulated.made(tmp_path, max_steps=1)
     train(made)

@@ -15,7 +15,7 @@ from models import llama
 from runs import assert_same_run
 from saving import At, saving, trained
 from slow_disk import SlowDisk, assert_same_checkpoints
-from tiers import more
+from tiers import cpu_suffices, more
 from training import plain_trainer, rows, tiny_bert
 
 MODES: dict[str, dict[str, Any]] = {
@@ -66,6 +66,7 @@ def test_copies_take_two_layers_at_most_and_they_are_resumed_from(tmp_path, monk
         assert_same_run(plain, whole)
 
 
+@cpu_suffices
 def test_what_the_program_changes_is_saved_first(tmp_path, monkeypatch):
     """Moments after `synchronize`, then weights, tied ones, too, right after a checkpoint was begun."""
 

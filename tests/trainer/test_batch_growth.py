@@ -11,13 +11,12 @@ import transformers as hf
 from torch.utils.data import IterableDataset
 
 from accumulated import train
-from devices import DEVICE
 from hf_l2l import L2LBatchGrowth
 from hf_l2l.noise import growth as growth_of
 from hf_l2l.noise import trainer_part
 from hf_l2l.noise.estimate import NoiseScale
 from runs import assert_same_run, assert_same_tensors
-from tiers import more, nightly
+from tiers import cpu_suffices, more
 from training import l2l_trainer, rows, tiny_bert
 
 ROWS = 44
@@ -32,9 +31,6 @@ RUN: dict[str, Any] = {
     "l2l_noise_scale": True,
     "l2l_noise_scale_every": "1",
 }
-cpu_suffices = nightly if DEVICE != "cpu" else lambda test: test
-"""Of what no device changes: elsewhere than on the CPU, `make test-all` alone runs it."""
-SAVED = {"save_strategy": "steps", "save_steps": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +66,22 @@ class Watch(hf.TrainerCallback):
         self.rates.append(optimizer.param_groups[0]["lr"])
 
 
-def grown(folder: Path, growth: L2LBatchGrowth | None, **options: Any) -> tuple[hf.Trainer, Watch, list[list[int]]]:
+class SaveAt(hf.TrainerCallback):
+    """Asks for a checkpoint after each of these steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step in self.steps
+
+
+def grown(
+    folder: Path, growth: L2LBatchGrowth | None, *others: hf.TrainerCallback, **options: Any
+) -> tuple[hf.Trainer, Watch, list[list[int]]]:
     """A trainer, what its steps are noted by, and the batches that the model is given."""
     watch = Watch()
-    callbacks = [watch] if growth is None else [growth, watch]
+    callbacks = [*([] if growth is None else [growth]), watch, *others]
     made = l2l_trainer(folder, model=tiny_bert(layers=2), callbacks=callbacks, **{**RUN, **options})
     made.train_dataset = rows(ROWS)
     seen: list[list[int]] = []
@@ -116,9 +124,7 @@ BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("most", "rule", "factor", "steps"), BOUNDS if DEVICE == "cpu" else [BOUNDS[0], *more(*BOUNDS[1:])]
-)
+@pytest.mark.parametrize(("most", "rule", "factor", "steps"), BOUNDS)
 def test_a_bound_holds_and_the_learning_rate_is_scaled_by_a_rule(tmp_path, critical, most, rule, factor, steps):
     critical.update({2: 100.0})
     made, watch, _ = grown(tmp_path, L2LBatchGrowth(most, rule), lr_scheduler_type="constant", num_train_epochs=1)
@@ -168,14 +174,15 @@ class Save(hf.TrainerCallback):
 def test_it_is_resumed_exactly(tmp_path, critical, saves, restores):
     critical.update({3: 8.0, 5: 100.0})
     options: dict[str, Any] = {"restore_callback_states_from_checkpoint": restores, "num_train_epochs": 2}
-    options |= SAVED if saves == "trainer" else {}
-    whole, watch, seen = grown(tmp_path, L2LBatchGrowth(16, "sqrt"), **options)
+    resumed = (5, *(() if saves == "callback" else (2, 7)), *more(1, 3, 4, 6, 8, 9))
+    asked = [SaveAt(*resumed)] if saves == "trainer" else []
+    whole, watch, seen = grown(tmp_path, L2LBatchGrowth(16, "sqrt"), *asked, **options)
     if saves == "callback":
         Save.whole = whole
         whole.callback_handler.callbacks.insert(0, Save())
     train(whole)
     assert whole.state.global_step == 10
-    for at in (5, *(() if saves == "callback" else (2, 7)), *more(1, 3, 4, 6, 8, 9)):
+    for at in resumed:
         again, later, rest = grown(tmp_path, L2LBatchGrowth(16, "sqrt"), **options)
         train(again, str(tmp_path / f"checkpoint-{at}"))
         assert later.steps == watch.steps[at:] and later.rates == watch.rates[at:]
@@ -189,13 +196,13 @@ def test_it_is_resumed_exactly(tmp_path, critical, saves, restores):
 @cpu_suffices
 def test_one_that_has_ended_is_not_trained_on(tmp_path, critical, caplog):
     critical.update({3: 8.0, 5: 100.0})
-    whole, _, _ = grown(tmp_path, L2LBatchGrowth(16), max_steps=20, **SAVED)
+    whole, _, _ = grown(tmp_path, L2LBatchGrowth(16), SaveAt(10), max_steps=20)
     whole.train()
     assert whole.state.global_step == 10  # 7, and 3 for the other 9 of 20 batches
-    again, watch, _ = grown(tmp_path, L2LBatchGrowth(16), max_steps=20, **SAVED)
+    again, watch, _ = grown(tmp_path, L2LBatchGrowth(16), max_steps=20)
     train(again, True)
     assert watch.steps == [] and "the training is finished" in caplog.text
-    longer, watch, _ = grown(tmp_path, L2LBatchGrowth(16), max_steps=33, **SAVED)
+    longer, watch, _ = grown(tmp_path, L2LBatchGrowth(16), max_steps=33)
     train(longer, True)
     assert watch.steps and longer.state.epoch == 3.0
     first = {"gradient_accumulation_steps": 2, "max_steps": 33}
@@ -206,7 +213,7 @@ def test_one_that_has_ended_is_not_trained_on(tmp_path, critical, caplog):
 @cpu_suffices
 def test_it_is_added_to_a_training_that_began_without_it(tmp_path, critical):
     """In an epoch and at the end of one; and what an earlier training of the same trainer left is forgotten."""
-    grown(tmp_path, None, **SAVED, num_train_epochs=2)[0].train()
+    grown(tmp_path, None, SaveAt(11, 14), num_train_epochs=2)[0].train()
     made, watch, _ = grown(tmp_path, L2LBatchGrowth(8), num_train_epochs=2)
     train(made, str(tmp_path / "checkpoint-11"))
     assert made.state.epoch == 2.0 and watch.steps == [1] * 11
@@ -224,8 +231,8 @@ def test_it_is_added_to_a_training_that_began_without_it(tmp_path, critical):
 @cpu_suffices
 def test_data_that_are_not_skipped_begin_an_epoch(tmp_path, critical):
     critical.update({3: 8.0})
-    options = {**SAVED, "ignore_data_skip": True, "num_train_epochs": 2}
-    grown(tmp_path, L2LBatchGrowth(8), **options)[0].train()
+    options = {"ignore_data_skip": True, "num_train_epochs": 2}
+    grown(tmp_path, L2LBatchGrowth(8), SaveAt(5), **options)[0].train()
     again, watch, _ = grown(tmp_path, L2LBatchGrowth(8), **options)
     train(again, str(tmp_path / "checkpoint-5"))
     assert watch.steps == [2] * 12  # two epochs, the first of them anew

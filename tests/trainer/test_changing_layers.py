@@ -15,6 +15,7 @@ from torch import nn
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from models import bert, gradients, llama, relative_error
 from plain import assert_as_plain, is_attached, small_bert
+from tiers import cpu_suffices
 from training import CHECKPOINTING, arguments, inner_optimizer, l2l_trainer, rows, trainer
 
 
@@ -86,6 +87,7 @@ def test_a_callback_changes_the_layers(tmp_path, device, change, options):
     assert not is_attached(reference)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("change", CHANGES)
 def test_in_any_other_loop_the_model_is_attached_again(change):
     torch.manual_seed(0)
@@ -136,6 +138,7 @@ def documented() -> type[hf.TrainerCallback]:
     return names["Grow"]
 
 
+@cpu_suffices
 def test_the_example_of_the_documentation_is_saved_and_resumed(tmp_path, documented):
     """From a checkpoint of the grown model, with the order of its optimizer."""
     saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}

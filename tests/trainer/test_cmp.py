@@ -14,7 +14,7 @@ from hf_l2l import L2LTrainingArguments
 from hf_l2l.measure import MemoryCallback
 from plain import small_bert
 from runs import assert_same_run
-from tiers import combinations, more
+from tiers import combinations, cpu_suffices, more
 from training import SAVING, arguments, inner_optimizer, l2l_trainer, stopped_at_two
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
@@ -71,6 +71,7 @@ def test_a_skipped_step_is_logged_and_the_scheduler_waits(tmp_path, mode):
     assert [a != b for a, b in zip(rates, rates[1:], strict=False)] == [bool(each) for each in steps[:-1]]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("before", "after"), [(FP16, {}), ({}, FP16)], ids=["to fp32", "to fp16"])
 def test_a_run_goes_on_in_other_numbers(tmp_path, before, after):
     checkpoint = stopped_at_two(make, tmp_path, **{**SAVING, **before, "max_steps": 3})
@@ -125,6 +126,7 @@ HELD = {
 HOLDING = [(18, "bf16", "deferred"), (16, "fp16", "serial"), (12, "bf16", "serial"), (10, "fp16", "deferred")]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("per_parameter", "cmp", "mode"), HOLDING)
 def test_the_host_holds_the_bytes_per_parameter_that_the_summary_says(tmp_path, per_parameter, cmp, mode):
     memory = MemoryCallback()

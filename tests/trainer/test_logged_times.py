@@ -22,6 +22,7 @@ from hf_l2l.optim.layerwise_step import SplitStep
 from hf_l2l.report import timeline
 from hf_l2l.report.traced_steps import traced_steps
 from runs import assert_same_run
+from tiers import cpu_suffices
 from training import l2l_trainer, measured, plain_trainer, tiny_bert
 
 WAITS = ("wait_upload_s", "wait_download_s", "wait_eps_s")
@@ -120,6 +121,7 @@ class Lines(hf.TrainerCallback):
         self.first = getattr(self, "first", dict(logs))
 
 
+@cpu_suffices
 def test_tensorboard_takes_every_value(tmp_path):
     """It tells numbers from text, and drops anything else with a warning."""
     lines, writer = Lines(), Writer()
@@ -144,6 +146,7 @@ class Stop(hf.TrainerCallback):
             raise KeyboardInterrupt
 
 
+@cpu_suffices
 def test_a_training_that_was_interrupted_is_not_in_the_log_of_the_next(tmp_path, monkeypatch):
     pause_s, stop, trace = 0.0, Stop(), tmp_path / "t.json"
     monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + pause_s))

@@ -13,6 +13,7 @@ from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, make
 from losses import Classifying, Embedder, Embedding, embedded, weights_with_loss
 from models import batch_for, gradients, llama, relative_error
 from plain import is_attached
+from tiers import cpu_suffices
 from training import arguments, logs, rows
 
 KINDS = make_l2l_trainer(Embedder), L2LTrainingArguments
@@ -60,6 +61,7 @@ def test_a_loss_is_attached_as_a_model_in_any_loop():
     assert loss(features, labels) < first
 
 
+@cpu_suffices
 def test_a_second_training_with_another_loss(tmp_path):
     """Its parameters are trained, too, and those of the first loss not any more."""
     first = embedded(*KINDS, tmp_path / "first", max_steps=1)

@@ -19,7 +19,7 @@ from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 from models import attached, batch_for, bert, llama, train_once
-from tiers import combinations
+from tiers import combinations, cpu_suffices
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 
@@ -77,6 +77,7 @@ def test_where_what_is_held(make, options, tmp_path, device):
         assert metrics["train_process_bytes"] > metrics["train_device_bytes"]
 
 
+@cpu_suffices
 @pytest.mark.parametrize("make", [plain_trainer, l2l_trainer])
 def test_a_resumed_run_is_measured_too(make, tmp_path, device):
     options = {"model": tiny_bert(layers=2)}

@@ -21,12 +21,10 @@ from hf_l2l.noise.estimate import DECAY, Measured, NoiseScale
 from hf_l2l.noise.items import items_of_rows, measured
 from models import vit
 from runs import assert_same_run
-from tiers import more, nightly
+from tiers import cpu_suffices, more
 from training import l2l_trainer, rows, tiny_bert, trainer
 
 ON: dict[str, Any] = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
-cpu_suffices = nightly if DEVICE != "cpu" else lambda test: test
-"""Of what no device changes: elsewhere than on the CPU, `make test-all` alone runs it."""
 NAMES = ("l2l_noise_scale", "l2l_critical_batch")
 
 
@@ -122,6 +120,7 @@ def test_a_mean_loss_against_plain_torch(tmp_path, options):
     assert_measured(mine, expected, 0.05 if "cmp" in options else 1e-3)
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("merge", "ubatch"), [("auto", None), ("off", 1), *more(("auto", 1), ("off", None))])
 def test_a_sum_over_tokens_against_plain_torch(tmp_path, merge, ubatch):
     """With one micro-batch in each batch, those of a step are compared with each other."""
@@ -174,6 +173,7 @@ def test_measuring_changes_no_bit(tmp_path, options):
     assert found_by(measuring).steps == (2 if "l2l_noise_scale_every" in options else 4)
 
 
+@cpu_suffices
 def test_merged_batches_keep_their_bits(tmp_path):
     without, measuring = made(tmp_path), made(tmp_path, **ON)
     seen = [forwards(each) for each in (without, measuring)]
@@ -207,6 +207,7 @@ def test_how_often_is_by_the_tokens_of_a_micro_batch(tmp_path):
     assert found_by(mine).steps == 2
 
 
+@cpu_suffices
 def test_steps_whose_gradients_are_not_finite_are_left_out(tmp_path):
     """A first loss that is not finite is not taken for one that couples rows: the next batch tells what it is."""
     mine = l2l_trainer(tmp_path, ubatch_size=2, l2l_nonfinite="skip", max_steps=4, **ON)

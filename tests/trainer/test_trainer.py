@@ -17,7 +17,7 @@ from devices import DEVICE
 from hf_l2l import L2LConfig, L2LTrainer, attach_l2l, detach_l2l
 from plain import Streamed, assert_as_plain, assert_close_run, both, is_attached, small_bert, trained
 from runs import assert_same_run
-from tiers import more, nightly
+from tiers import cpu_suffices, more, nightly
 from training import (
     CHECKPOINTING,
     arguments,
@@ -59,6 +59,7 @@ def test_same_bits_as_trainer_over_50_steps(tmp_path, accumulation):
     assert_as_plain(*both(tmp_path, max_steps=50, gradient_accumulation_steps=accumulation))
 
 
+@cpu_suffices
 def test_plain_training_arguments_are_accepted_and_left_as_they_are(tmp_path):
     args = arguments(hf.TrainingArguments, tmp_path / "l2l", max_steps=2)
     before = args.to_dict()
@@ -118,6 +119,7 @@ def test_evaluation_and_prediction_without_training(tmp_path, layers, dispatched
     assert len(found[-1]) == 66
 
 
+@cpu_suffices
 @pytest.mark.parametrize("dispatched", [None, *more(True)], ids=["default", *more("dispatched")])
 def test_same_bits_from_a_streamed_training_set(tmp_path, dispatched):
     def streaming(make):
@@ -131,6 +133,7 @@ def test_same_bits_from_a_streamed_training_set(tmp_path, dispatched):
     assert_as_plain(streaming(l2l_trainer), streaming(plain_trainer))
 
 
+@cpu_suffices
 def test_early_stopping_and_the_best_model(tmp_path):
     found, expected = (
         trained(
@@ -157,6 +160,7 @@ def test_early_stopping_and_the_best_model(tmp_path):
 # ---- several trainings of a model
 
 
+@cpu_suffices
 @pytest.mark.parametrize("anew", [False, True], ids=["the same model", "model_init"])
 def test_a_second_train(tmp_path, anew):
     """It goes on from the first, unless `model_init` makes a new model for each training."""
@@ -180,6 +184,7 @@ OTHER_OPTIONS = [
 ]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("first", "second"), OTHER_OPTIONS, ids=str)
 def test_a_second_trainer_with_other_options_trains_as_with_a_new_model(tmp_path, first, second):
     model, new = small_bert(), small_bert()
@@ -189,6 +194,7 @@ def test_a_second_trainer_with_other_options_trains_as_with_a_new_model(tmp_path
     assert_same_run(found, trained(l2l_trainer, tmp_path / "expected", model=new, max_steps=2, **second))
 
 
+@cpu_suffices
 def test_two_trainers_with_other_options_take_turns(tmp_path):
     def turns(other: str) -> tuple[hf.Trainer, list[float]]:
         model = small_bert()
@@ -261,6 +267,7 @@ def test_a_trainer_is_freed_with_its_last_reference(tmp_path):
 # ---- optimizers and schedules of the program
 
 
+@cpu_suffices
 def test_optimizer_and_scheduler_of_the_user(tmp_path):
     def made(make):
         model = small_bert()
@@ -271,6 +278,7 @@ def test_optimizer_and_scheduler_of_the_user(tmp_path):
     assert_as_plain(made(l2l_trainer), made(plain_trainer))
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("eps_update", "relative"), [("deferred", True), *more(("serial", True), ("serial", False), ("deferred", False))]
 )
@@ -338,6 +346,7 @@ def test_with_eager_updates_a_callback_cannot_read_gradients(tmp_path):
     assert len(refused) == 2 * len(list(made.model.parameters()))
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("eps_update", "data"),
     [("serial", "kept"), ("deferred", "synchronized"), *more(("eager", "read again"), ("deferred", "read again"))],
@@ -373,6 +382,7 @@ def test_activation_checkpointing_is_off_while_a_model_is_attached(tmp_path):
     assert checkpointing(detach_l2l(model)) == []
 
 
+@cpu_suffices
 def test_the_summary_is_logged_once_for_those_who_ask_for_details(tmp_path, caplog):
     made = l2l_trainer(tmp_path, model=tiny_bert(), ubatch_size=4, stash="host", max_steps=1)
     summary = made.l2l_summary()
@@ -415,6 +425,7 @@ OF_FLAT = [
 ]
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", OF_FLAT, ids=", ".join)
 def test_a_model_without_layers_trains_as_with_trainer(tmp_path, options):
     def evaluated(kind):

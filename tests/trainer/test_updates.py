@@ -15,7 +15,7 @@ from hf_l2l.eps import updates
 from late_updates import late_updates
 from plain import small_bert, trained
 from runs import assert_same_run, assert_same_tensors
-from tiers import more
+from tiers import cpu_suffices, more
 from training import l2l_trainer, left_in, logs, plain_trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -90,6 +90,7 @@ MODES = [
 ]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("first", "second", "step"), MODES)
 def test_a_run_goes_on_in_another_mode(tmp_path, first, second, step):
     def made(mode: str, folder: str) -> hf.Trainer:
@@ -135,6 +136,7 @@ def test_an_update_of_the_last_step_that_fails_is_raised_by_the_training(tmp_pat
         trained(l2l_trainer, tmp_path, eps_update="deferred", max_steps=1)
 
 
+@cpu_suffices
 def test_forked_data_loaders_live_with_the_worker(tmp_path):
     """They are forked while an update is under way; the second epoch's, too."""
     options = {"dataloader_num_workers": 2, "max_steps": 8, "logging_steps": 4, "l2l_num_threads": 2}

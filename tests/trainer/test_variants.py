@@ -20,10 +20,10 @@ from hf_l2l import (
     make_l2l_arguments,
     make_l2l_trainer,
 )
-from hf_l2l.model import precision
+from hf_l2l.runtime import stream
 from models import batch_for, llama, t5
 from plain import assert_as_plain, assert_close_run, is_attached, small_bert
-from tiers import more
+from tiers import cpu_suffices, more
 from training import CHECKPOINTING, arguments, rows
 
 
@@ -80,6 +80,7 @@ def mixed(kind: type[hf.Trainer], *, first: bool) -> type[hf.Trainer]:
     return type("Mixed", (L2LTrainer, kind) if first else (kind, L2LTrainer), {})
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("first", "positional"), [(True, False), (False, True), *more((True, True), (False, False))])
 def test_a_mixin_with_a_trainer_of_another_order(tmp_path, first, positional):
     def trained(kind, folder):
@@ -97,6 +98,7 @@ def test_a_mixin_with_a_trainer_of_another_order(tmp_path, first, positional):
     assert_as_plain(found, expected)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("first", [False, *more(True)])
 def test_a_mixin_with_a_trainer_that_loads_the_model(tmp_path, first):
     small_bert().save_pretrained(tmp_path / "model")
@@ -110,6 +112,7 @@ def test_a_mixin_with_a_trainer_that_loads_the_model(tmp_path, first):
         mixed(Loading, first=first)(str(tmp_path / "model"), args)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("first", [True, *more(False)])
 def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
     def trained(kind, folder):
@@ -121,6 +124,7 @@ def test_a_mixin_with_a_trainer_whose_batches_are_lists(tmp_path, first):
     assert_as_plain(trained(mixed(Collecting, first=first), "l2l"), trained(Collecting, "plain"))
 
 
+@cpu_suffices
 def test_a_made_trainer_is_a_trainer_of_a_class_statement(tmp_path):
     def run(kind, folder):
         args = arguments(L2LTrainingArguments, tmp_path / folder, l2l_log_times=False, max_steps=2)
@@ -216,6 +220,7 @@ def test_a_reference_model_of_another_family_is_attached_again_for_the_next_trai
         assert not is_attached(reference)
 
 
+@cpu_suffices
 def test_seq2seq(tmp_path):
     def trained(kind, args_kind, folder, **options):
         options["optim"] = "sgd"  # Adam would make much of rounding where a gradient is nearly 0
@@ -276,6 +281,22 @@ def test_a_callback_of_a_library_that_calls_it_with_its_own_model(tmp_path):
     callback.on_train_end(**given)
 
 
+def without_bf16(patch: pytest.MonkeyPatch) -> None:
+    """The device does not compute in bf16."""
+    of = stream.device_module
+
+    class Module:
+        is_bf16_supported = staticmethod(lambda: False)
+
+        def __init__(self, device: torch.device) -> None:
+            self.of = of(device)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.of, name)
+
+    patch.setattr(stream, "device_module", Module)
+
+
 def test_a_callback_refuses_what_l2l_cannot_honour(tmp_path, monkeypatch):
     """Arguments when the trainer is built, layers and dtypes when the training begins."""
     with pytest.raises(ValueError, match="torch_compile"):
@@ -283,7 +304,7 @@ def test_a_callback_refuses_what_l2l_cannot_honour(tmp_path, monkeypatch):
     args = arguments(hf.TrainingArguments, tmp_path)
     with pytest.raises(ValueError, match="a stack of layers"):
         with_callback(nn.Linear(2, 2), args).train()
-    monkeypatch.setattr(precision, "_computes_in_bf16", lambda device: False)
+    without_bf16(monkeypatch)
     made = with_callback(small_bert(), args, L2LConfig(cmp="auto"))
     with pytest.raises(ValueError, match="cmp='auto', which is fp16"):
         made.train()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from hf_l2l.runtime.backward_callbacks import Backwards, HookErrors, _End
+from hf_l2l.runtime.backward_callbacks import Backwards, End, HookErrors
 from other_thread import REFUSAL, in_another_thread
 
 
@@ -188,7 +189,7 @@ def test_an_error_at_the_end_is_kept_and_the_others_are_told():
 
 def test_what_is_over_is_dropped_without_any_code():
     """A Ctrl-C that came during a backward is raised in the first Python code after it; a destructor swallows it."""
-    end = _End(Backwards(), 1)
-    assert end._dropped.alive and not end._dropped.atexit
+    end = End(Backwards(), 1)
+    assert weakref.getweakrefcount(end) == 1, "of who is told when it is dropped"
     end()
-    assert not end._dropped.alive and not hasattr(type(end), "__del__")
+    assert weakref.getweakrefcount(end) == 0 and not hasattr(type(end), "__del__")

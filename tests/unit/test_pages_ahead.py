@@ -77,7 +77,7 @@ def test_two_blocks_are_locked_at_once(recorder):
 
 
 def test_all_pages_are_touched_before_the_block_is_locked(recorder, monkeypatch):
-    monkeypatch.setattr(flat_memory, "_TOUCHED_AT_ONCE", 4 * PAGE)
+    monkeypatch.setattr(flat_memory, "TOUCHED_AT_ONCE", 4 * PAGE)
     sizes = [10 * PAGE + 7, PAGE, 4 * PAGE, 9 * PAGE]
     list(pages_ahead(sizes, DEVICE))
     for size in sizes:

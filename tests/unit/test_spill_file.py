@@ -156,15 +156,15 @@ def test_a_file_that_is_taken_for_one_left_behind_is_made_again(tmp_path, monkey
     def late(file: int, operation: int) -> None:
         calls.append(operation)
         if len(calls) == 1:
-            spill._remove_left_behind(str(tmp_path))
-        if len(calls) == 3:
+            SpillFile(tmp_path, 1).check()  # with a lock of its own
+        if len(calls) == 4:
             raise BlockingIOError
         flock(file, operation)
 
     monkeypatch.setattr(spill.fcntl, "flock", late)
     made = SpillFile(tmp_path, 1)
     made.new_rooms(1, 1)
-    assert len(calls) == 4 and len(files(tmp_path)) == 1
+    assert len(calls) == 5 and len(files(tmp_path)) == 1
 
 
 # ---- rooms

@@ -193,20 +193,19 @@ class FakeCuda:
         return self.fails(713)
 
     def fails(self, code: int) -> int:
-        assert self.current == "cuda:1"
+        assert self.current == "cuda:77"
         self.last_error = code
         return code
 
     def launch(self, *size: int, device: torch.device) -> None:
-        assert self.current == str(device) == "cuda:1"
+        assert self.current == str(device) == "cuda:77"
         code, self.last_error = self.last_error, 0
         if code:
             raise RuntimeError(f"CUDA error {code}, of a call before")
 
 
 def test_no_kernel_reports_that_page_locking_was_refused(monkeypatch):
-    cuda, device = FakeCuda(monkeypatch), torch.device("cuda", 1)
-    monkeypatch.setattr(stream, "_REFUSALS", {})
+    cuda, device = FakeCuda(monkeypatch), torch.device("cuda", 77)
     assert stream.last_refusal(device) is None
     assert not stream.page_lock(4096, 4096, device)
     assert cuda.last_error == 0 and stream.last_refusal(device) == 2

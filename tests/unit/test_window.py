@@ -39,6 +39,7 @@ class SlowDisk:
     """Transfers are over when they are waited for."""
 
     log: list[tuple[str, str]] = field(default_factory=list)
+    leaving: dict[Piece, Waited] = field(default_factory=dict)
 
     def read(self, piece: Piece) -> Waited:
         self.log.append(("read", piece.name))
@@ -46,7 +47,8 @@ class SlowDisk:
 
     def leave(self, piece: Piece, *, is_changed: bool) -> Waited:
         self.log.append(("write" if is_changed else "free", piece.name))
-        return Waited()
+        self.leaving[piece] = Waited()
+        return self.leaving[piece]
 
 
 class Waited:
@@ -84,7 +86,7 @@ def test_what_is_being_written_is_read_again_only_when_it_has_been():
     a, b = Piece(1, "a"), Piece(1, "b")
     window.use([a], changes=True, is_new=True)
     window.use([b])
-    leaving = window._leaving[a]
+    leaving = disk.leaving[a]
     window.read_ahead([a], [b])
     assert not leaving.is_over and ("read", "a") not in disk.log  # a hint waits for nothing
     window.use([a])
@@ -98,14 +100,16 @@ USES = st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.booleans()), max_
 def test_the_bytes_are_bounded(uses, sizes, layers):
     """By the limit, or by what is used alone; and what is used is there."""
     largest = max(sizes)
-    window, _ = made(layers * largest, largest)
+    window, disk = made(layers * largest, largest)
     pieces = [Piece(size) for size in sizes]
     for number, ahead, changes in uses:
         if ahead:
             window.read_ahead([pieces[number]], [])
         else:
             window.use([pieces[number]], changes=changes)
-            assert pieces[number] in window._here
+            reads = disk.log.count(("read", ""))
+            window.use([pieces[number]])
+            assert disk.log.count(("read", "")) == reads
         assert window.num_bytes() <= window.limit
     assert window.peak <= window.limit
 
