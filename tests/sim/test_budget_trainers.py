@@ -122,7 +122,7 @@ def test_autocast_keeps_inside_the_budget(tmp_path, budget, room):
     before = settled_memory()
     enable_simulated_accelerator(before + room * KIB)
     torch.accelerator.reset_peak_memory_stats()
-    options: dict[str, Any] = {argument(name): value for name, value in GIVEN.items()} | {"bf16": True, "max_steps": 1}
+    options: dict[str, Any] = {argument(name): value for name, value in GIVEN.items()} | {"bf16": True, "max_steps": 2}
     made = l2l_trainer(tmp_path / "planned", model=bert(), device_memory_budget=budget, **options)
     made.train()
     plan = plan_of(made)

@@ -83,10 +83,12 @@ def test_what_travels_grows_with_the_number_of_batches_only_if_they_run_one_by_o
         assert bytes_of_a_step(tmp_path, count, **options) == merged
     model = tiny_llama(layers=LAYERS)
     weights, layer = bytes_of(model), bytes_of(model.model.layers[0])
+    # The rows of batches that run one by one take fewer ways through the host.
+    rows = ROWS * 6 * 16 * 4 * LAYERS if options.get("l2l_boundary") == "host" else 0
     for count in (4, *more(2)):  # the layers but the last two are uploaded in both sweeps
         up, down = bytes_of_a_step(tmp_path, count, **options, l2l_merge_accumulation="off")
         assert up - merged[0] >= (count - 1) * (weights + (LAYERS - 2) * layer)
-        assert down - merged[1] >= (count - 1) * weights
+        assert down - merged[1] >= (count - 1) * weights - rows
 
 
 # ---- generation
