@@ -39,7 +39,7 @@ from models import (
     t5,
     vit,
 )
-from tiers import ALL, combinations
+from tiers import ALL, combinations, cpu_suffices
 
 ON_HOST = {"stash": "host", "boundary": "host", "ubatch_size": 3}
 
@@ -425,6 +425,7 @@ def test_hooks_inside_a_module_are_called_once_with_all_rows():
     assert shapes == [(ROWS, 16)]
 
 
+@cpu_suffices
 def test_a_weight_frozen_after_the_forward_gets_no_gradient():
     for options in ({}, ON_HOST):
         model = bert()
@@ -476,6 +477,7 @@ class Turned(nn.Module):
         return hidden.square().mean()
 
 
+@cpu_suffices
 def test_layers_that_take_tokens_first():
     torch.manual_seed(0)
     model = Turned().double()
@@ -497,6 +499,7 @@ class WithSpare(nn.Embedding):
         self.spare = nn.Parameter(torch.ones(16))
 
 
+@cpu_suffices
 def test_a_weight_that_an_embedding_does_not_use_gets_no_gradient(monkeypatch):
     kinds = Kinds(monkeypatch)
     torch.manual_seed(0)
@@ -506,11 +509,13 @@ def test_a_weight_that_an_embedding_does_not_use_gets_no_gradient(monkeypatch):
     assert set(kinds.found) == {HostRows} and model.model.embed_tokens.spare.grad is None
 
 
+@cpu_suffices
 def test_a_hook_that_adds_noise():
     torch.manual_seed(0)
     assert_as_plain(Noisy().double(), steps=2)
 
 
+@cpu_suffices
 def test_embeddings_that_the_program_computes():
     torch.manual_seed(0)
     model = llama().double()
@@ -583,6 +588,7 @@ class MixedRows(nn.Embedding):
         return found - found.mean(0, keepdim=True)
 
 
+@cpu_suffices
 def test_an_embedding_that_mixes_rows_runs_whole(monkeypatch):
     kinds = Kinds(monkeypatch)
     torch.manual_seed(0)
@@ -629,6 +635,7 @@ class Counting(nn.Embedding):
         return super().forward(ids)
 
 
+@cpu_suffices
 def test_an_embedding_that_reads_weights_of_others_runs_whole(monkeypatch):
     kinds = Kinds(monkeypatch)
     torch.manual_seed(0)
@@ -646,6 +653,7 @@ def test_an_embedding_that_reads_weights_of_others_runs_whole(monkeypatch):
     assert kinds.found == [torch.Tensor]
 
 
+@cpu_suffices
 @pytest.mark.parametrize("kind", [SaysFrequency, EvenRows])
 def test_embeddings_that_cannot_run_by_ubatches(kind, monkeypatch):
     kinds = Kinds(monkeypatch)
@@ -656,6 +664,7 @@ def test_embeddings_that_cannot_run_by_ubatches(kind, monkeypatch):
     assert set(kinds.found) == {torch.Tensor}
 
 
+@cpu_suffices
 def test_trials_write_to_no_buffer():
     model = llama()
     model.model.embed_tokens = Counting()
@@ -666,6 +675,7 @@ def test_trials_write_to_no_buffer():
             assert model.model.embed_tokens.rows == step * ROWS
 
 
+@cpu_suffices
 def test_activation_checkpointing_around_the_model():
     torch.manual_seed(0)
     model = bert().double()
@@ -694,6 +704,7 @@ class Twice(nn.Module):
         return self.model(**batch)
 
 
+@cpu_suffices
 def test_a_backward_inside_the_forward():
     torch.manual_seed(0)
     model = Twice().double()
@@ -705,6 +716,7 @@ def test_a_backward_inside_the_forward():
         assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
 
 
+@cpu_suffices
 def test_hidden_states_in_fp32_are_no_use_by_the_model():
     model = bert(num_hidden_layers=3)
     with forced_copies():

@@ -13,7 +13,7 @@ from torch import nn
 
 from devices import DEVICE
 from models import EXACT, SMALL, TOLERANCE, attached, batch_for, bert, gradients, llama, relative_error
-from tiers import more
+from tiers import cpu_suffices, more
 
 FLOAT64 = torch.float64
 ROUTED = {
@@ -92,6 +92,7 @@ def test_attentions_and_hidden_states_are_returned_and_a_loss_may_be_made_of_the
     assert_close(found.hidden_states, expected.hidden_states, 3, EXACT)
 
 
+@cpu_suffices
 def test_a_model_is_asked_for_more_and_then_for_less():
     """And in evaluation."""
     model = bert(attn_implementation="eager").to(FLOAT64)

@@ -13,7 +13,7 @@ from torch import nn
 
 from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l
-from tiers import more
+from tiers import cpu_suffices, more
 
 WIDTH, ROWS = 6, 7
 
@@ -123,6 +123,7 @@ def test_what_layers_leave_in_containers(options):
     assert_trains_as_plain(Net(), lambda net: net(x()), **options)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", [{}, {"ubatch_size": 2, "stash": "host"}, *more({"ubatch_size": 2})], ids=str)
 def test_the_dict_of_the_program_is_written_into(options):
     net = Writing()

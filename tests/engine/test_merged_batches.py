@@ -24,9 +24,10 @@ from models import (
     relative_error,
     train_once,
 )
-from tiers import combinations
+from tiers import combinations, cpu_suffices
 
 
+@cpu_suffices
 @given(st.lists(st.integers(1, 9), max_size=6), st.none() | st.integers(1, 4), st.integers(1, 20))
 def test_cuts_are_at_the_borders_and_after_so_many_rows(merged, size, rows):
     cuts = RowCuts(size)
@@ -109,6 +110,7 @@ def test_the_size_cuts_the_batches_too():
     assert relative_error({n: g.double() for n, g in gradients(model).items()}, expected) <= 1e-5
 
 
+@cpu_suffices
 def test_it_has_the_bits_of_ubatches_of_that_size():
     runs = []
     for merged, size in (((), 2), ((2, 2, 2, 2), None), ((4, 4), 2)):

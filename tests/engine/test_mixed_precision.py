@@ -17,7 +17,7 @@ from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.model.precision import let_heads_return_fp32
 from models import FAMILIES, batch_for
-from tiers import more, nightly
+from tiers import cpu_suffices, more, nightly
 
 CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in ("serial", "deferred", "eager")]
 CASES.remove(("fp16", "eager"))
@@ -305,6 +305,7 @@ def test_one_overflow_anywhere_vetoes_the_step(layer, ubatch, mode):
     assert not torch.equal(model.embed.weight, before[0]["embed.weight"])
 
 
+@cpu_suffices
 def test_any_loop_with_accelerate_skips_and_its_scheduler_waits():
     accelerator = Accelerator(cpu=DEVICE == "cpu")
     model = made()

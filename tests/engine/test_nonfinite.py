@@ -17,7 +17,7 @@ from hf_l2l import EagerParamServer, L2LConfig, NonFiniteError, attach_l2l
 from hf_l2l.compat import without_interception
 from models import Toy, batch_for, train_once
 from runs import assert_same_tensors, attach, config_for
-from tiers import combinations
+from tiers import combinations, cpu_suffices
 from training import l2l_trainer, tiny_bert
 
 INF, NAN = float("inf"), float("nan")
@@ -65,6 +65,7 @@ def test_the_first_layer_that_is_not_finite_is_named_and_nothing_is_updated(inde
     assert not torch.equal(model.head.bias, before["head.bias"])
 
 
+@cpu_suffices
 def test_what_is_no_layer_is_named_too():
     for module, where in (("embed", "the modules before the layers"), ("head", "the loss or its gradient, after")):
         model, _, _, step = stepping()
@@ -73,6 +74,7 @@ def test_what_is_no_layer_is_named_too():
             step()
 
 
+@cpu_suffices
 def test_a_second_look_at_the_forward_draws_no_random_numbers_and_leaves_buffers(device):
     left = []
     for value in (1.0, INF):
@@ -146,6 +148,7 @@ def test_nothing_of_a_batch_is_held_after_the_step(mode):
 # ---- skipped
 
 
+@cpu_suffices
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
 def test_steps_are_skipped_and_counted(mode):
     model, eps, optimizer, step = stepping(mode, nonfinite="skip")
@@ -268,6 +271,7 @@ def test_the_trainer_skips_and_the_scheduler_waits(tmp_path, mode):
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
+@cpu_suffices
 def test_a_loss_that_is_no_number_counts_although_its_gradients_are(tmp_path):
     """A second trainer of the model goes on after it."""
     model = tiny_bert(dropout=0.0, layers=2)

@@ -18,7 +18,7 @@ from hf_l2l.model.layer_state import LayerState
 from hf_l2l.testing import enable_simulated_accelerator
 from impure_layers import CHANGING, DRAWING, Block, Drops, attach, batch, made
 from models import batch_for, bert, llama, t5
-from tiers import more, on_a_device, on_sim
+from tiers import cpu_suffices, more, on_a_device, on_sim
 from training import settled_memory
 
 PATTERN = "the recompute of a layer must give the outputs of its forward"
@@ -145,6 +145,7 @@ def test_it_warns_once_or_is_off():
         once()
 
 
+@cpu_suffices
 def test_one_call_in_a_hundred_is_compared_later():
     net = made(ChangesLate)
     once = step(net)

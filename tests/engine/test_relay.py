@@ -32,7 +32,7 @@ from models import (
     relative_error,
     train_once,
 )
-from tiers import combinations
+from tiers import combinations, cpu_suffices
 
 FLOAT64 = TOLERANCE[torch.float64]
 
@@ -58,6 +58,7 @@ def test_a_flag_may_change_from_call_to_call(flags):
             assert torch.allclose(ours.cpu(), theirs, rtol=EXACT)
 
 
+@cpu_suffices
 def test_router_logits_may_be_asked_for_later():
     config = hf.MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
     model = hf.MixtralForCausalLM(config)

@@ -36,6 +36,7 @@ from models import (
     t5,
     train_once,
 )
+from tiers import cpu_suffices
 
 FLOAT64 = torch.float64
 
@@ -80,18 +81,21 @@ def bloom() -> nn.Module:
     return hf.BloomForCausalLM(config)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("masked", [True, False], ids=["ragged", "unmasked"])
 def test_several_entries_per_row(masked):
     model = bloom().to(FLOAT64)
     check_exact(model, batch_for(model, masked=masked), model.transformer.h[0].mlp.dense_h_to_4h)
 
 
+@cpu_suffices
 def test_positions_per_sample():
     model = gpt2().to(FLOAT64)
     positions = (torch.arange(TOKENS) + torch.arange(ROWS)[:, None]) % 16
     check_exact(model, {**batch_for(model), "position_ids": positions}, model.transformer.h[1].mlp)
 
 
+@cpu_suffices
 def test_positions_for_all_rows_and_then_per_sample():
     model = llama().to(FLOAT64)
     for_all = torch.arange(TOKENS)[None]
@@ -110,6 +114,7 @@ def test_positions_for_all_rows_and_then_per_sample():
     assert max(seen[-6:]) == 3
 
 
+@cpu_suffices
 def test_other_rows_and_tokens_than_those_learned_from():
     model = bert().to(FLOAT64)
     plain = copy.deepcopy(model)
@@ -447,6 +452,7 @@ def probes(monkeypatch):
     return found
 
 
+@cpu_suffices
 def test_each_kind_of_call_is_probed_once(probes):
     model = attached(bert(), ubatch_size=3)
     for seed in (1, 2):
@@ -496,6 +502,7 @@ class Skipping(Stacked):
         return x.square().mean()
 
 
+@cpu_suffices
 @pytest.mark.parametrize("ubatch_size", [None, 3])
 def test_layers_skipped_at_random(ubatch_size, copies):
     plain = Skipping().to(FLOAT64)

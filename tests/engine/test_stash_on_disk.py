@@ -20,7 +20,7 @@ from hf_l2l.stash import spill, tiers
 from memory_switches import forced_copies, poisoned_releases
 from models import Toy, attached, batch_for, gradients, train_once
 from runs import UPDATED_BY, assert_same_run, assert_same_tensors, attach, config_for, train
-from tiers import combinations, more, on_a_device
+from tiers import combinations, cpu_suffices, more, on_a_device
 from training import SAVING, l2l_trainer, stopped_at_two, tiny_bert
 
 
@@ -135,6 +135,7 @@ class FillsUp(hf.TrainerCallback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+@cpu_suffices
 def test_the_last_checkpoint_is_intact_after_a_full_disk(tmp_path):
     whole = l2l_trainer(tmp_path / "whole", **SAVING, ubatch_size=3)
     whole.train()

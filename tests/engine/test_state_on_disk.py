@@ -22,7 +22,7 @@ from left_over import files
 from models import Toy, batch_for
 from runs import OPTIMIZERS, assert_same_run, attach, run_of, seed_all, train
 from saving import disk_is_full
-from tiers import more, on_the_host
+from tiers import cpu_suffices, more, on_the_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in host memory:UserWarning")  # where folders of tests are
 
@@ -112,6 +112,7 @@ def test_a_resumed_training_has_the_bits_of_the_unbroken_one(tmp_path):
     assert_same_run(steps(other, eps, optimizer, 2, first=2), expected)
 
 
+@cpu_suffices
 def test_what_the_program_changes_counts(tmp_path):
     """Weights and moments that are written in place, or replaced, between steps."""
 
@@ -149,6 +150,7 @@ def test_the_window_holds_its_layers(tmp_path):
     assert eps.state.window.limit == limit
 
 
+@cpu_suffices
 def test_parameters_with_other_memory_move_to_disk_again(tmp_path):
     """As of a program that resizes an embedding; what is frozen has its own file. Files of parts that are no more are
     gone, as when a program freezes parameters, and trains them again."""

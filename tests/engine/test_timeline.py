@@ -22,7 +22,7 @@ from hf_l2l.engine import relay
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
 from runs import assert_same_run, attach, train
-from tiers import combinations
+from tiers import combinations, cpu_suffices
 
 
 @pytest.fixture
@@ -89,6 +89,7 @@ def attached(model: nn.Module, device: str) -> torch.optim.Optimizer:
     return eps.wrap(CallsSGD(model.parameters(), lr=0.1))
 
 
+@cpu_suffices
 def test_a_first_step_says_where_it_is_and_no_other_does(soon, caplog, device):
     waits = True
 
@@ -120,6 +121,7 @@ def test_a_first_step_says_where_it_is_and_no_other_does(soon, caplog, device):
     assert not caplog.records
 
 
+@cpu_suffices
 def test_an_evaluation_says_nothing_and_is_no_first_step(soon, caplog, device):
     model = Blocks(lambda: time.sleep(0.3))
     attached(model, device)

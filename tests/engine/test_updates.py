@@ -43,7 +43,7 @@ from runs import (
     seed_all,
     train,
 )
-from tiers import ALL, combinations, more, times
+from tiers import ALL, combinations, cpu_suffices, more, times
 
 MODES = ("serial", "deferred", "eager")
 STEPS = 3 if DEVICE == "cpu" else 2
@@ -263,6 +263,7 @@ def test_eager_updates_are_made_in_the_backward_where_nothing_is_thrown_away():
     assert all(changed())
 
 
+@cpu_suffices
 def test_small_numbers_are_treated_alike_in_all_modes():
     """Eager updates are begun by a thread of torch's, whose mode is not the program's."""
     left = {}

@@ -36,7 +36,7 @@ from models import (
     t5,
     train_once,
 )
-from tiers import more
+from tiers import cpu_suffices, more
 from training import l2l_trainer, tiny_bert
 
 
@@ -351,6 +351,7 @@ def test_a_forward_that_is_wrapped_and_parts_that_are_called_are_not_taken_for_r
     model.transformer(input_ids=batch["input_ids"])
 
 
+@cpu_suffices
 def test_train_interrupt_train_detach_in_the_order_of_a_notebook(tmp_path):
     """Its cells are run as they come."""
     model = tiny_bert(layers=2)

@@ -45,6 +45,7 @@ def test_checkpoints_have_the_values_of_their_step(tmp_path, monkeypatch, name):
     assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
 
 
+@cpu_suffices
 def test_copies_take_two_layers_at_most_and_they_are_resumed_from(tmp_path, monkeypatch):
     """As the estimate and the memory report have it."""
     options = {"eps_update": "deferred", "l2l_async_save": True}

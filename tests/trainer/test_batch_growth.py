@@ -124,6 +124,7 @@ BOUNDS = [
 ]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("most", "rule", "factor", "steps"), BOUNDS)
 def test_a_bound_holds_and_the_learning_rate_is_scaled_by_a_rule(tmp_path, critical, most, rule, factor, steps):
     critical.update({2: 100.0})

@@ -55,6 +55,7 @@ def test_going_on_is_never_having_stopped(tmp_path, options, mode):
     assert all(state["exp_avg"].dtype == kept for state in moments.values())
 
 
+@cpu_suffices
 @pytest.mark.parametrize("mode", ["deferred", *more("serial")])
 def test_a_skipped_step_is_logged_and_the_scheduler_waits(tmp_path, mode):
     # The first three scales overflow, whatever the last bits of the gradients.

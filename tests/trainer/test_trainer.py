@@ -80,6 +80,7 @@ def test_micro_batches_train_as_the_whole_batch_but_for_rounding(tmp_path, ours)
     assert_close_run(found, expected, rel=1e-4, weights=1e-3)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("ours", [*more({}), {"stash": "host", "l2l_boundary": "host", "ubatch_size": 3}], ids=str)
 def test_noise_in_the_embeddings_is_that_of_trainer(tmp_path, device, ours):
     def losses(make, **options) -> list[float]:
@@ -211,6 +212,7 @@ def test_two_trainers_with_other_options_take_turns(tmp_path):
     assert found_losses == losses
 
 
+@cpu_suffices
 def test_while_a_model_is_trained_no_trainer_runs_it_with_other_options(tmp_path):
     class Other(hf.TrainerCallback):
         def on_step_end(self, *args, **kwargs):
@@ -363,6 +365,7 @@ def checkpointing(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
 
 
+@cpu_suffices
 def test_activation_checkpointing_is_off_while_a_model_is_attached(tmp_path):
     with pytest.warns(UserWarning, match="activation checkpointing is part of L2L"):
         found = trained(l2l_trainer, tmp_path / "l2l", max_steps=2, **{CHECKPOINTING: True})
