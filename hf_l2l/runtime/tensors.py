@@ -260,18 +260,23 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
 def _inside(value: Any) -> Iterator[Any]:
     """The values of an object's attributes, including those in `__slots__`, and its items."""
     yield from getattr(value, "__dict__", {}).values()
-    for base in type(value).__mro__:
-        for slot in vars(base).values():
-            if isinstance(slot, types.MemberDescriptorType) and slot.__name__ != "__dict__":
-                try:
-                    held = slot.__get__(value)
-                except AttributeError:  # the slot is empty
-                    continue
-                yield held
+    for slot in _slots_of(type(value)):  # type: ignore[arg-type]  # a class has a hash
+        try:
+            held = slot.__get__(value)
+        except AttributeError:  # the slot is empty
+            continue
+        yield held
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from value
+
+
+@lru_cache(maxsize=1024)  # of a few kinds of objects, each looked into again and again
+def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Those of `__slots__`, of the class and of its bases."""
+    held = (each for base in kind.__mro__ for each in vars(base).values())
+    return tuple(s for s in held if isinstance(s, types.MemberDescriptorType) and s.__name__ != "__dict__")
 
 
 def narrow(tensor: torch.Tensor, dim: int | None, rows: int, start: int, stop: int) -> torch.Tensor:

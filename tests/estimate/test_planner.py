@@ -19,7 +19,7 @@ from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, ti
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.shapes.inputs import example_inputs
-from tiers import more
+from tiers import more, nightly
 
 ROWS = 8
 RATES = {
@@ -69,6 +69,7 @@ def test_options_that_are_set_bind_the_plan():
     assert (plan.config.ubatch_size, plan.config.stash, plan.config.resident_layers) == (2, "host", 1)
 
 
+@nightly
 @pytest.mark.parametrize(("layers", "rates"), [(2, "update"), *more(*((3, each) for each in RATES))])
 def test_more_memory_is_never_slower(layers, rates):
     run = run_of(layers)
@@ -133,6 +134,7 @@ def test_tokens_from_which_transfers_and_updates_are_hidden():
     assert set(run.tokens_that_hide(L2LConfig(resident_layers=3), slow).values()) == {0}
 
 
+@nightly
 def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
     """A training waits for its plan, so what a search has computed for some options is not computed again."""
     seen: Counter[L2LConfig] = Counter()

@@ -32,6 +32,9 @@ CLIPS = {"serial": 0.5, "deferred": 0.5, "eager": 0.0, "plain": 0.5}
 """`eps_update` -> the norm that gradients are clipped to in tests of all modes; 0 for none, as eager updates need.
 "plain" is transformers' own Trainer."""
 
+UNCHECKED = {"check_recompute": "off"}
+"""What is compared with another training needs no comparison of its recomputes, which takes a fifth of a short one."""
+
 
 class Run(NamedTuple):
     """What a training leaves behind, on the host."""
@@ -125,7 +128,7 @@ def attach(
     """A model that trains layer to layer (a `Toy`, unless one is given), its EPS, an optimizer, and a batch of 8 rows
     that are not all in whole micro-batches of 3."""
     model = Toy() if model is None else model
-    eps = attach_l2l(model, config_for(model, **{"ubatch_size": 3, "device": device, **options}))
+    eps = attach_l2l(model, config_for(model, **{"ubatch_size": 3, "device": device, **UNCHECKED, **options}))
     seed_all(device)
     return model.train(), eps, eps.wrap(make(model.parameters())), batch_for(model, masked=False)
 
@@ -164,7 +167,7 @@ def train(
             model, folder, steps, optimizer, accumulation, max_norm, eps_update=eps_update, **options
         )
     model = Toy() if model is None else model
-    options = {"ubatch_size": 5, "device": device, "eps_update": eps_update, **options}
+    options = {"ubatch_size": 5, "device": device, "eps_update": eps_update, **UNCHECKED, **options}
     eps = attach_l2l(model, config_for(model, **options))
     made = OPTIMIZERS[optimizer](groups_of(model))
     model.train()

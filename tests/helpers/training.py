@@ -88,7 +88,9 @@ def trainer(kind: type[hf.Trainer], folder: Path, *, model: nn.Module | None = N
     known = ("callbacks", "optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_metrics")
     of_trainer = {k: options.pop(k) for k in known if k in options}
     if issubclass(kind, L2LTrainer):
-        args = arguments(L2LTrainingArguments, folder, **{"device_memory_budget": "off", **options})
+        args = arguments(
+            L2LTrainingArguments, folder, **{"device_memory_budget": "off", "l2l_check_recompute": "off", **options}
+        )
     else:
         args = arguments(hf.TrainingArguments, folder, **options)
     if "model_init" not in of_trainer:

@@ -14,7 +14,7 @@ import soak
 import soak_glue
 import soak_updates
 from glue_script import needs_datasets, needs_demo_model
-from tiers import more, times
+from tiers import more, nightly, times
 
 SETTINGS = {"code": "this one"}
 
@@ -118,6 +118,7 @@ def test_the_table_of_glue_has_mean_and_spread():
     assert len(soak_glue.figure_of(rows[:1]).axes[0].lines) == 1
 
 
+@nightly
 @needs_datasets
 @needs_demo_model
 @pytest.mark.skipif(not soak_glue.data_folder().is_dir(), reason="the data of GLUE are not on this machine")

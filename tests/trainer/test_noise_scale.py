@@ -21,7 +21,7 @@ from hf_l2l.noise.estimate import DECAY, Measured, NoiseScale
 from hf_l2l.noise.items import items_of_rows, measured
 from models import vit
 from runs import assert_same_run
-from tiers import cpu_suffices, more
+from tiers import cpu_suffices, more, nightly
 from training import l2l_trainer, rows, tiny_bert, trainer
 
 ON: dict[str, Any] = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
@@ -315,6 +315,7 @@ def test_it_is_resumed(tmp_path):
     assert found_by(resumed(tmp_path, 4, **ON)).steps == 2 + 2
 
 
+@nightly
 @cpu_suffices
 def test_a_training_without_it_is_resumed_with_it_and_back(tmp_path):
     l2l_trainer(tmp_path, **SAVED).train()

@@ -293,6 +293,7 @@ def test_saved_at_the_end_of_an_epoch(tmp_path, case):
     assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "unbroken")))
 
 
+@nightly
 @on_the_host
 def test_after_the_last_step_of_an_epoch_its_end_is_saved(tmp_path):
     """Of four steps, the last of which has fewer batches."""
