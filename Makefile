@@ -54,13 +54,13 @@ demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory a
 	@# Threads that wait asleep: on a busy machine, spinning ones starve those they wait for.
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
-test: $(VENV)/ready  ## Run the tests (at most 5 minutes on 2 cores).
+test: $(VENV)/ready  ## Run the tests (8 minutes on 2 cores).
 	@$(ON_BOTH) test-on-cpu test-on-sim
 
 test-on-%: $(VENV)/ready
 	L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) tests
 
-test-all: $(VENV)/ready  ## Run all tests, the matrices and large sizes too (at most 45 minutes on 2 cores).
+test-all: $(VENV)/ready  ## Run all tests, the matrices and large sizes too.
 	@$(ON_BOTH) test-all-on-cpu test-all-on-sim
 
 test-all-on-%: $(VENV)/ready

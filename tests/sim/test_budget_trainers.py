@@ -26,7 +26,7 @@ from hf_l2l.option_names import argument
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator
 from models import VOCAB, Toy, batch_for
-from runs import assert_same_run
+from runs import UNCHECKED, assert_same_run
 from tiers import more, nightly
 from training import (
     SAVING,
@@ -188,13 +188,13 @@ def test_trainers_share_a_model(tmp_path):
 
 def test_what_the_program_has_attached_stays_unless_it_has_the_same_budget(tmp_path):
     model = toy()
-    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), **GIVEN))
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), **UNCHECKED, **GIVEN))
     made = planned(tmp_path, "auto", model=model)
     made.train()
     made.train()
     assert (made.eps, plan_of(made)) == (eps, None)
     detach_l2l(model)
-    config = L2LConfig(device="sim", device_memory_budget="1MiB", layer_classes=("Block",), **GIVEN)
+    config = L2LConfig(device="sim", device_memory_budget="1MiB", layer_classes=("Block",), **UNCHECKED, **GIVEN)
     attach_l2l(model, config, inputs=batch_for(model, masked=False))
     before = plan_of(made)
     made = planned(tmp_path, "1MiB", model=model)

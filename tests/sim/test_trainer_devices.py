@@ -16,7 +16,7 @@ from budgeted import FIGURES, plan_of
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import enable_simulated_accelerator
 from plain import small_bert
-from runs import assert_same_run, assert_same_tensors
+from runs import UNCHECKED, assert_same_run, assert_same_tensors
 from tiers import more, nightly
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
@@ -43,7 +43,8 @@ def test_two_devices_run_as_one_with_twice_the_rows(tmp_path, merges):
     common = {"ubatch_size": 4, "gradient_accumulation_steps": 2, "l2l_merge_accumulation": merges}
     both = run(tmp_path / "both", per_device_train_batch_size=4, per_device_eval_batch_size=4, **common)
     one = run(tmp_path / "one", l2l_devices="1", **common)
-    attach_l2l(both.model, L2LConfig(device=["sim:0", "sim:1"], ubatch_size=4))  # as it is attached already
+    is_already = L2LConfig(device=["sim:0", "sim:1"], ubatch_size=4, **UNCHECKED)
+    attach_l2l(both.model, is_already)
     assert both.args.n_gpu == 2 and both.args.train_batch_size == 8 == one.args.train_batch_size
     assert_same_run(both, one)
 
