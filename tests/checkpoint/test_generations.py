@@ -114,7 +114,7 @@ def stale(*_: Any, **__: Any) -> Any:
     raise OSError(116, "Stale file handle")
 
 
-@pytest.mark.parametrize("at", ["some values", *more("the folder", "all values", "an older one", "gone")])
+@pytest.mark.parametrize("at", ["some values", "all values", *more("the folder", "an older one", "gone")])
 def test_a_training_goes_on_without_one_where_that_is_asked(tmp_path, monkeypatch, caplog, whole, at):
     """Whatever error of the system it is, without the name of a file; of several in a row, the first one is told."""
 
@@ -126,7 +126,8 @@ def test_a_training_goes_on_without_one_where_that_is_asked(tmp_path, monkeypatc
     if at == "the folder":
         made.args.l2l_realtime_checkpoint = "/proc/nowhere/now"
     elif at.endswith("values"):
-        steps = ("-2-", "-3-") if at == "some values" else ("-",)
+        # Of the second step alone: an error that is told as a step ends puts the generation of that step off.
+        steps = ("-2-",) if at == "some values" else ("-",)
         write_fails(
             monkeypatch, OSError(116, "Stale"), lambda region: any(f"point{s}" in str(region.file) for s in steps)
         )
@@ -139,8 +140,8 @@ def test_a_training_goes_on_without_one_where_that_is_asked(tmp_path, monkeypatc
     told = {each for each in caplog.messages if "training goes on without a real-time checkpoint" in each}
     assert len(told) == {"some values": 1, "all values": 1, "an older one": 0}.get(at, len(told))
     assert_same_run(made, whole)
-    if at == "some values":  # an error that is told as a step ends puts the generation of that step off
-        assert steps_in(tmp_path / "now") in ([4], [1])
+    if at == "some values":
+        assert steps_in(tmp_path / "now") == [4]
     if at == "all values":
         assert steps_in(tmp_path / "now") == []
 
