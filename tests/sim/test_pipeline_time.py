@@ -22,6 +22,7 @@ from hf_l2l.testing import VirtualClock, enable_simulated_accelerator, engine_on
 from pipelined import devices
 from tiers import more, nightly
 from timed_machine import WIDTH, Block, Machine, Stack, sweeps_s
+from training import settled_memory
 
 MACHINE = Machine(layers=24, ubatches=8, forward_s=1.0, transfer_s=4.0, optimizer_s=1.0)
 """A layer travels while half of its rows are computed."""
@@ -272,6 +273,7 @@ def test_each_device_holds_what_was_estimated(make, layers, options, count):
     optimizer = torch.optim.AdamW(model.parameters())
     run = RunShapes(model, config, batch, optimizer=optimizer, device=torch.device("sim:0"), devices=count)
     expected = [sum(run.on_device(config, number).peak()[1].values()) for number in range(count)]
+    settled_memory()
     before = [torch.sim.memory_allocated(number) for number in range(count)]  # of other modules
     eps = attach_l2l(model, config)
     eps.wrap(optimizer)
