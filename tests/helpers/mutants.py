@@ -242,7 +242,11 @@ def run_one(
     file = checkout / mutant.file
     whole = file.read_text(encoding="utf-8")
     begun, ran = time.monotonic(), 0
-    order = sorted((each for each in tests if "::" in each), key=lambda each: seconds.get(each, 1.0))
+    earlier = {
+        row["by"] for results in FOLDER.glob("*.jsonl") for row in rows_of(results) if row["name"] == mutant.name
+    }
+    order = [each for each in tests if "::" in each]
+    order.sort(key=lambda each: (each not in earlier, seconds.get(each, 1.0)))  # first what has found it before
     if len(order) < len(tests):
         package = mutant.file.split("/")[1]
         order += [f"cpu {each}" for each in (*STARTED, f"tests/{package}") if (checkout / each).exists()]
@@ -283,9 +287,10 @@ def _first_failure(device: str, tests: Sequence[str], checkout: Path, limit: flo
         )
         child.start()
         child.join(limit)
-        if child.exitcode is None:
-            os.killpg(child.pid or 0, signal.SIGKILL)
-            child.join()
+        is_endless = child.exitcode is None
+        end_session(child.pid or 0)
+        child.join()
+        if is_endless:
             return ENDLESS
         said.seek(0)
         if child.exitcode in (0, 5):  # passed, or all of them are for other tiers
@@ -296,11 +301,21 @@ def _first_failure(device: str, tests: Sequence[str], checkout: Path, limit: flo
     return f"{device} {failed[0].split(' - ')[0].split(' ', 1)[1].strip()}"
 
 
+def end_session(leader: int) -> None:
+    """End what is left of a session: processes that tests have started may wait for one that has been ended."""
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        try:
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
 def _run_tests(device: str, names: str, said: int, checkout: Path) -> None:
     """In a process that has imported all that is slow to import, and nothing of this package."""
     import pytest
 
-    os.setpgid(0, 0)
+    os.setsid()
     os.environ["L2L_TEST_DEVICE"] = device
     for stream in (1, 2):
         os.dup2(said, stream)
