@@ -150,24 +150,6 @@ LAYER_INPUT = 8 * 6 * 8 * 4
 
 
 @on_a_device
-@pytest.mark.parametrize(
-    ("place", "boundary"), combinations(["device", "host", "disk"], ["device", "host"], together=1)
-)
-def test_auto_takes_the_first_tier_that_fits(place, boundary, tmp_path, monkeypatch):
-    fits = 3 * 8 * LAYER_INPUT
-    monkeypatch.setattr(stream, "memory_of", lambda device: fits if place == "device" else fits - 1)
-    monkeypatch.setattr(tiers, "available_host_bytes", lambda: 0 if place == "disk" else 2**40)
-    model, eps, _, batch = attach(Toy(dropout=0.0), stash="auto", spill_dir=tmp_path, boundary=boundary)
-    plain, *_ = attach(Toy(dropout=0.0), stash="host", boundary=boundary)
-    train_once(model, batch), train_once(plain, batch)
-    assert_same_tensors(gradients(model), gradients(plain))
-    # A boundary on the host keeps the stash there.
-    is_on_host = place == "host" or (place, boundary) == ("device", "host")
-    assert (eps.memory_report()["host"]["stash"]["peak"] > 0) == is_on_host
-    assert (spilled_bytes(tmp_path) > 0) == (place == "disk")
-
-
-@on_a_device
 def test_auto_changes_with_the_length_of_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "memory_of", lambda device: 3 * 8 * LAYER_INPUT)
     monkeypatch.setattr(tiers, "available_host_bytes", lambda: 0)
