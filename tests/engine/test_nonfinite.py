@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from devices import DEVICE
-from hf_l2l import EagerParamServer, L2LConfig, NonFiniteError, attach_l2l
+from hf_l2l import EagerParamServer, NonFiniteError, attach_l2l
 from hf_l2l.compat import without_interception
 from models import Toy, batch_for, train_once
 from runs import assert_same_tensors, attach, config_for
@@ -48,7 +47,9 @@ def stepping(mode: str = "deferred", **options: Any) -> tuple[nn.Module, EagerPa
 # ---- named
 
 
-@pytest.mark.parametrize(("index", "mode", "cmp"), combinations(range(3), ("serial", "deferred"), (None, "bf16")))
+@pytest.mark.parametrize(
+    ("index", "mode", "cmp"), combinations(range(3), ("serial", "deferred"), (None, "bf16"), together=1)
+)
 def test_the_first_layer_that_is_not_finite_is_named_and_nothing_is_updated(index, mode, cmp):
     model, eps, optimizer, step = stepping(mode, cmp=cmp)
     step()
@@ -65,13 +66,42 @@ def test_the_first_layer_that_is_not_finite_is_named_and_nothing_is_updated(inde
     assert not torch.equal(model.head.bias, before["head.bias"])
 
 
-@cpu_suffices
-def test_what_is_no_layer_is_named_too():
-    for module, where in (("embed", "the modules before the layers"), ("head", "the loss or its gradient, after")):
-        model, _, _, step = stepping()
-        spoil(model.get_submodule(module), NAN)
-        with pytest.raises(NonFiniteError, match=where):
-            step()
+def overflow_in_the_backward(model: nn.Module) -> None:
+    def overflowing(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * INF)
+
+    model.blocks[1].down.register_forward_hook(overflowing)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda model: spoil(model.embed, NAN), "the modules before the layers"),
+        (lambda model: spoil(model.head, NAN), "the loss or its gradient, after"),
+        (overflow_in_the_backward, "the backward of blocks.1"),
+        (lambda model: model.blocks[2].up.weight.data.fill_(NAN), "the forward of blocks.2"),
+    ],
+    ids=["before the layers", "after the layers", "backward", "masters"],
+)
+def test_what_is_not_finite_elsewhere_is_named(change, where):
+    model, _, _, step = stepping()
+    change(model)
+    with pytest.raises(NonFiniteError, match=where):
+        step()
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": "all"}], ids=str)
+def test_eager_stops_before_it_updates(options):
+    model, _, _, step = stepping("eager", **options)
+    step()
+    before = weights_of(model)
+    spoil(model.blocks[1].down, NAN)
+    with pytest.raises(NonFiniteError, match=r"step 2: gradients are not finite \(in the update of"):
+        step(2)
+        step(3)
+    with without_interception():  # others are told that the engine has stopped
+        assert all(torch.equal(p.detach(), before[name]) for name, p in model.named_parameters())
 
 
 @cpu_suffices
@@ -88,39 +118,6 @@ def test_a_second_look_at_the_forward_draws_no_random_numbers_and_leaves_buffers
     assert left[0]["blocks.0.seen"] > 0
 
 
-def test_a_backward_that_overflows_is_named():
-    model, _, optimizer, batch = attach(Toy(dropout=0.0))
-
-    def overflowing(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(lambda gradient: gradient * INF)
-
-    model.blocks[1].down.register_forward_hook(overflowing)
-    train_once(model, batch)
-    with pytest.raises(NonFiniteError, match=r"the backward of blocks.1"):
-        optimizer.step()
-
-
-def test_masters_that_are_not_finite_are_named():
-    model, _, _, step = stepping("serial")
-    with torch.no_grad():
-        model.blocks[2].up.weight[0, 0] = NAN
-    with pytest.raises(NonFiniteError, match=r"the forward of blocks.2"):
-        step()
-
-
-def test_eager_stops_before_it_updates():
-    model, _, _, step = stepping("eager")
-    step()
-    before = weights_of(model)
-    spoil(model.blocks[1].down, NAN)
-    with pytest.raises(NonFiniteError, match=r"step 2: gradients are not finite \(in the update of"):
-        step(2)
-        step(3)
-    with without_interception():  # others are told that the engine has stopped
-        assert all(torch.equal(p.detach(), before[name]) for name, p in model.named_parameters())
-
-
 def test_norms_that_overflow_are_no_reason():
     model, eps, optimizer, batch = attach(eps_update="serial")
     train_once(model, batch)
@@ -135,7 +132,7 @@ def test_the_error_can_be_sent_to_another_process():
     assert (error.step, error.where, str(error)) == (3, "the forward of layer.1", str(NonFiniteError(3, error.where)))
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred", "eager"])
+@pytest.mark.parametrize("mode", ["deferred", "eager"])
 def test_nothing_of_a_batch_is_held_after_the_step(mode):
     model, _, optimizer, batch = attach(eps_update=mode)
     train_once(model, batch)
@@ -148,10 +145,8 @@ def test_nothing_of_a_batch_is_held_after_the_step(mode):
 # ---- skipped
 
 
-@cpu_suffices
-@pytest.mark.parametrize("mode", ["serial", "deferred"])
-def test_steps_are_skipped_and_counted(mode):
-    model, eps, optimizer, step = stepping(mode, nonfinite="skip")
+def test_steps_are_skipped_and_counted():
+    model, eps, optimizer, step = stepping(nonfinite="skip")
     step()
     before, handle = weights_of(model), spoil(model.blocks[2].down, NAN)
     step(2)
@@ -164,13 +159,28 @@ def test_steps_are_skipped_and_counted(mode):
     assert not torch.equal(model.head.bias, before["head.bias"])
 
 
-def skipping(model: nn.Module, device: str) -> EagerParamServer:
-    return attach_l2l(model.eval(), config_for(model, device=device, nonfinite="skip"))
+@pytest.mark.parametrize("options", [{"resident": "shell"}, {"resident_layers": 1}], ids=str)
+def test_one_gradient_on_the_host_or_the_device_vetoes_all(options):
+    model, eps, optimizer, batch = attach(nonfinite="skip", **options)
+    train_once(model, batch)
+    before = weights_of(model)
+    model.embed.weight.grad[3, 3] = NAN
+    optimizer.step()
+    eps.synchronize()
+    assert eps.loss_scale.skipped == 1
+    assert_same_tensors(weights_of(model), before)
 
 
-def test_parameters_that_no_optimizer_has_are_no_reason(device):
-    model = Toy(tied=False)
-    eps, batch = skipping(model, device), batch_for(model, masked=False)
+@pytest.fixture
+def skipping(device) -> tuple[nn.Module, EagerParamServer, dict[str, torch.Tensor]]:
+    """A model that skips steps, its EPS, and a batch."""
+    model = Toy(tied=False, dropout=0.0)
+    eps = attach_l2l(model, config_for(model, device=device, nonfinite="skip"))
+    return model, eps, batch_for(model, masked=False)
+
+
+def test_parameters_that_no_optimizer_has_are_no_reason(skipping):
+    model, eps, batch = skipping
     optimizer = eps.wrap(torch.optim.AdamW(model.head.parameters(), lr=1e-2))
     weight = model.head.weight.detach().clone()
     for _ in range(2):
@@ -181,9 +191,8 @@ def test_parameters_that_no_optimizer_has_are_no_reason(device):
     assert not torch.equal(model.head.weight, weight)
 
 
-def test_one_vote_for_two_optimizers(device):
-    model = Toy(tied=False)
-    eps, batch = skipping(model, device), batch_for(model, masked=False)
+def test_one_vote_for_two_optimizers(skipping):
+    model, eps, batch = skipping
     first = eps.wrap(torch.optim.AdamW(model.head.parameters()))
     second = eps.wrap(torch.optim.AdamW([*model.embed.parameters(), *model.blocks.parameters()]))
     before = weights_of(model)
@@ -199,10 +208,9 @@ def test_one_vote_for_two_optimizers(device):
 
 
 @pytest.mark.parametrize("others", [["model"], ["blocks"]])
-def test_a_skipped_step_is_one_step_although_other_optimizers_do_not_step(others, device):
+def test_a_skipped_step_is_one_step_although_other_optimizers_do_not_step(others, skipping):
     """One that a new optimizer has replaced, or one that steps less often."""
-    model = Toy(tied=False)
-    eps, batch = skipping(model, device), batch_for(model, masked=False)
+    model, eps, batch = skipping
     modules = {"model": model, "blocks": model.blocks}
     alive = [eps.wrap(torch.optim.AdamW(modules[name].parameters())) for name in others]
     own = model.parameters() if others == ["model"] else model.head.parameters()
@@ -219,9 +227,8 @@ def test_a_skipped_step_is_one_step_although_other_optimizers_do_not_step(others
     assert all(not each.state for each in alive)
 
 
-def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own(device):
-    model = Toy(tied=False)
-    eps, batch = skipping(model, device), batch_for(model, masked=False)
+def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own(skipping):
+    model, eps, batch = skipping
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=1.0))
     model(**batch).loss.backward()
     model.head.bias.grad.fill_(NAN)
@@ -230,11 +237,6 @@ def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own(device):
     before = model.head.weight.detach().clone()
     optimizer.step()
     assert torch.equal(model.head.weight, before - 2 * before)
-
-
-def test_skipping_eager_steps_is_refused():
-    with pytest.raises(ValueError, match="nonfinite='skip'"):
-        L2LConfig(nonfinite="skip", eps_update="eager")
 
 
 # ---- under the Trainer
@@ -259,9 +261,8 @@ def test_the_trainer_stops_with_step_and_layer(tmp_path):
         l2l_trainer(tmp_path, model=broken_at(3)).train()
 
 
-@pytest.mark.parametrize("mode", ["serial", "deferred"] if DEVICE == "cpu" else ["deferred"])
-def test_the_trainer_skips_and_the_scheduler_waits(tmp_path, mode):
-    trainer = l2l_trainer(tmp_path, model=broken_at(2), l2l_nonfinite="skip", eps_update=mode)
+def test_the_trainer_skips_and_the_scheduler_waits(tmp_path):
+    trainer = l2l_trainer(tmp_path, model=broken_at(2), l2l_nonfinite="skip")
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["skipped_steps"] for entry in logs] == [0, 1, 1, 1]
@@ -281,8 +282,8 @@ def test_a_loss_that_is_no_number_counts_although_its_gradients_are(tmp_path):
     second.compute_loss = lambda *args, **kwargs: compute_loss(*args, **kwargs) + 0.0 * next(losses)
     second.train()
     assert [entry["skipped_steps"] for entry in second.state.log_history if "loss" in entry] == [1, 1, 1]
-    third = l2l_trainer(tmp_path / "third", model=tiny_bert(layers=2))
-    computed = third.compute_loss
-    third.compute_loss = lambda *args, **kwargs: computed(*args, **kwargs) + INF
+    refused = l2l_trainer(tmp_path / "refused", model=tiny_bert(layers=2))
+    computed = refused.compute_loss
+    refused.compute_loss = lambda *args, **kwargs: computed(*args, **kwargs) + INF
     with pytest.raises(NonFiniteError, match=r"step 1: .*the loss or its gradient, after the layers"):
-        third.train()
+        refused.train()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from devices import DEVICE
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.device.prefetch import fetched_in_backward, fetched_in_forward
 from memory_switches import forced_copies
 from models import (
     FAMILIES,
@@ -25,102 +27,85 @@ from models import (
     relative_error,
     train_once,
 )
-from runs import UPDATED_BY, assert_same_run, train
-from tiers import combinations, more
+from runs import UPDATED_BY, assert_same_run, on_host, train
+from tiers import combinations, cpu_suffices, more
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
-
-
-@pytest.fixture(params=["copies", *(["views"] if DEVICE == "cpu" else [])])
-def copies(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On the CPU, an upload is a view of the masters, or else a copy as on any other device."""
-    with forced_copies() if request.param == "copies" else nullcontext():
-        yield
-
-
-# ---- parts that are frozen: parameters of these names train
-
-
-def nothing_frozen(name: str) -> bool:
-    return True
-
-
-def first_layer_frozen(name: str) -> bool:
-    return ".0." not in name
-
-
-def last_layer_frozen(name: str) -> bool:
-    return ".1." not in name
-
-
-def embeddings_frozen(name: str) -> bool:
-    return not any(part in name for part in ("embed", "shared", "wte", "wpe"))
-
-
-def all_but_a_few_frozen(name: str) -> bool:
-    """As LoRA does: a few parameters inside layers train, and no input of a layer needs a gradient."""
-    return ".1." in name and ("bias" in name or "norm" in name)
+MEMORIES = [forced_copies, *([nullcontext] if DEVICE == "cpu" else [])]
+"""On the CPU, an upload is a view of the masters, or else a copy as on any other device."""
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"stash": "device"},
+    {"stash": "host"},
+    {"stash": "host", "boundary": "host"},
+    {"stash": "host", "boundary": "host", "gradient_slots": 1, "prefetch": False},
+    {"resident": "shell"},
+    {"resident_layers": 1},
+    {"resident": "all"},
+    {"resident": "all", "resident_update": "host"},
+    {"kept_weights": 1},
+    {"kept_graphs": 1},
+    {"resident": "all", "kept_graphs": 2},
+)
 
 
 def check_family(
     family: str,
     ubatch_size: int | None,
+    options: dict[str, Any],
     *,
-    stash: str = "host",
     dtype: torch.dtype = FLOAT64,
     masked: bool = True,
-    trains: Callable[[str], bool] = nothing_frozen,
+    trains: Callable[[str], bool] = lambda name: True,
 ) -> None:
     model = FAMILIES[family]().to(dtype)
     for name, p in model.named_parameters():
         p.requires_grad_(trains(name))
     batch = batch_for(model, masked=masked)
     loss, expected = reference(model, batch)
-    attached(model, device=DEVICE, ubatch_size=ubatch_size, stash=stash)
-    assert abs(train_once(model, batch) - loss) <= TOLERANCE[dtype] * abs(loss)
-    assert relative_error(gradients(model), expected) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ubatches_give_the_gradients_of_the_whole_batch(family):
-    check_family(family, 3)
-
-
-@pytest.mark.parametrize(
-    ("family", "ubatch_size", "stash", "masked", "dtype"),
-    combinations(FAMILIES, [1, 2, 3, 5], ["device", "host"], [True, False], [FLOAT64, FLOAT32], together=1),
-)
-def test_every_combination(family, ubatch_size, stash, masked, dtype, copies):
-    check_family(family, ubatch_size, stash=stash, masked=masked, dtype=dtype)
+    eps = attach_l2l(model, L2LConfig(device=DEVICE, ubatch_size=ubatch_size, **options))
+    optimizer = eps.wrap(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    for _ in range(2):  # the first forward does not know which outputs the model computes with
+        optimizer.zero_grad()
+        assert abs(train_once(model, batch) - loss) <= TOLERANCE[dtype] * abs(loss)
+        assert relative_error(on_host(gradients(model)), expected) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
-    ("family", "trains"),
+    ("family", "ubatch_size", "options", "masked", "dtype", "memory"),
     combinations(
-        ["bert", "t5", *more(*(name for name in FAMILIES if name not in ("bert", "t5")))],
-        [first_layer_frozen, last_layer_frozen, embeddings_frozen, all_but_a_few_frozen],
+        FAMILIES,
+        [3, 1, 2, 5],
+        OPTIONS,
+        [True, False],
+        [FLOAT64, FLOAT32],
+        MEMORIES,
+        together=1,
+        # Weights are resident where memory is not that of the host, or nothing changes.
+        where=lambda *case: DEVICE != "cpu" or "resident" not in str(case[2]) or case[-1] is nullcontext,
     ),
 )
+def test_ubatches_give_the_gradients_of_the_whole_batch(family, ubatch_size, options, masked, dtype, memory):
+    with memory():
+        check_family(family, ubatch_size, options, masked=masked, dtype=dtype)
+
+
+TRAIN: dict[str, Callable[[str], bool]] = {
+    "the first layer is frozen": lambda name: ".0." not in name,
+    "the last layer is frozen": lambda name: ".1." not in name,
+    "embeddings are frozen": lambda name: not any(part in name for part in ("embed", "shared", "wte", "wpe")),
+    # As LoRA does: a few parameters inside layers train, and no input of a layer needs a gradient.
+    "a few train": lambda name: ".1." in name and ("bias" in name or "norm" in name),
+}
+"""Which parameters do, by their names."""
+
+
+@pytest.mark.parametrize(("family", "trains"), combinations(["bert", "t5", *more(*FAMILIES)], TRAIN, together=1))
 def test_frozen_parts(family, trains):
-    check_family(family, 3, trains=trains)
-
-
-def test_an_unused_parameter_keeps_its_bits():
-    """It gets no gradient, and an optimizer step does not change it."""
-    model = bert()
-    model.bert.encoder.layer[0].register_parameter("unused", nn.Parameter(torch.randn(3)))
-    before = model.bert.encoder.layer[0].unused.detach().clone()
-    attached(model, device=DEVICE, ubatch_size=3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    train_once(model, batch_for(model))
-    assert model.bert.encoder.layer[0].unused.grad is None
-    optimizer.step()
-    assert torch.equal(model.bert.encoder.layer[0].unused, before)
-    assert not torch.equal(model.bert.encoder.layer[0].output.dense.bias, torch.zeros(16))
+    check_family(family, 3, {"stash": "host"}, trains=TRAIN[trains])
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_batches_that_are_discarded_joined_or_accumulated(stash, copies):
+def test_batches_that_are_discarded_joined_or_accumulated(stash):
     """A forward without a backward and a backward without a step leave nothing; a loss of two forwards, as contrastive
     ones are, and gradients of several backwards are those of the plain model."""
     model = bert().double()
@@ -151,7 +136,7 @@ def test_batches_that_are_discarded_joined_or_accumulated(stash, copies):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("t5", "deberta_v2")])
+@pytest.mark.parametrize("family", ["bert", "llama", "vit", *more("roberta", "electra", "gpt2")])
 def test_one_ubatch_gives_the_same_bits(family):
     """T5 and DeBERTa-v2 are left out: a tensor goes to several layers, or into a layer and past it, and a node sums
     the gradients inside a layer before those outside are added."""
@@ -164,11 +149,38 @@ def test_one_ubatch_gives_the_same_bits(family):
     assert_bits_of_plain(gradients(model), expected)
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("mode", UPDATED_BY)
-def test_what_travels_ahead_changes_no_bit(stash, mode):
+# ---- what travels ahead of the computation
+
+
+@pytest.mark.parametrize(
+    ("stash", "mode", "options"),
+    combinations(
+        ["device", "host"],
+        UPDATED_BY,
+        [{"prefetch": False}, {"gradient_slots": 1}, {"prefetch": False, "gradient_slots": 1}],
+        together=1,
+    ),
+)
+def test_what_travels_ahead_changes_no_bit(stash, mode, options):
     same = {"stash": stash, "eps_update": mode, "accumulation": 2, "steps": 2}
     with forced_copies():
-        expected = train(**same)
-        for options in ({"prefetch": False}, {"gradient_slots": 1}, {"prefetch": False, "gradient_slots": 1}):
-            assert_same_run(train(**same, **options), expected)
+        assert_same_run(train(**same, **options), train(**same))
+
+
+FETCHED = [
+    # called last time, called now -> fetched while each of them computes
+    ("abc", "abc", ["b", "c", None]),
+    ("abc", "ac", ["b", None]),  # a layer was dropped
+    ("ac", "abc", ["c", None, None]),  # and is back
+    ("abab", "abab", ["b", "a", "b", None]),  # the same layers, several times
+    ("abc", "bc", ["c", None]),  # the model begins elsewhere
+]
+
+
+@cpu_suffices
+def test_what_is_fetched_while_a_layer_computes():
+    for last_time, now, fetched in FETCHED:
+        assert [fetched_in_forward(last_time, number, layer) for number, layer in enumerate(now)] == fetched
+    # The backward ends at the lowest call that is trained.
+    assert [fetched_in_backward("abc", number, 1) for number in (2, 1)] == ["b", None]
+    assert [fetched_in_backward("aa", number, 0) for number in (1, 0)] == ["a", None]

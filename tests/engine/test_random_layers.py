@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -15,12 +14,8 @@ from torch.nn import functional as F
 
 from devices import DEVICE
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, copy_as
-from hf_l2l.runtime import compute_state
-from models import TOLERANCE, Gradients, assert_same_bits, batch_for, gradients, relative_error
-from models import attached as attached_to
+from models import TOLERANCE, Gradients, assert_same_bits, gradients, relative_error
 from runs import on_host
-from tiers import on_sim
-from training import settled_memory, tiny_bert
 
 WIDTH = 8
 
@@ -44,11 +39,8 @@ class Attentive(nn.Module):
         self.p = p
         self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.grad_modes: list[bool] = []
-        """Per call and recompute, whether it ran in grad mode."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.grad_modes.append(torch.is_grad_enabled())
         self.calls += 1
         return hidden + self.outer(dropped(self.inner(hidden), self.p if self.training else 0.0).tanh())
 
@@ -109,11 +101,10 @@ def test_the_masks_of_the_recompute_are_those_of_the_forward():
         assert [int(layer.calls) for layer in model.layers] == [seed + 1] * 3
 
 
-@pytest.mark.parametrize("options", [{"stash": "host"}, {"prefetch": False, "gradient_slots": 1}], ids=str)
-def test_each_ubatch_is_recomputed_with_its_own_mask(options):
+def test_each_ubatch_is_recomputed_with_its_own_mask():
     model, x = Stack().double(), batch(7, torch.float64)
     plain = copy.deepcopy(model)
-    attached(model, ubatch_size=3, **options)
+    attached(model, ubatch_size=3, stash="host")
     for seed in range(2):
         expected = plain_gradients(plain, x, seed, ubatch=3)
         step(model, x, seed)
@@ -166,38 +157,6 @@ def test_a_layer_that_begins_to_draw_later_is_noticed():
         assert_same_bits(gradients(model), expected)
 
 
-def modes(model: nn.Module) -> list[bool]:
-    """The grad modes of the last layer since they were asked for last."""
-    found, model.layers[-1].grad_modes = model.layers[-1].grad_modes, []
-    return found
-
-
-@pytest.mark.parametrize("check", ["raise", "off"])
-def test_grad_mode_is_for_layers_that_draw_and_for_calls_that_are_compared(check):
-    model, x = Stack(), batch()
-    attached(model, check_recompute=check)
-    step(model, x, 0)
-    # Not compared: the forward, the forward again, the recompute.
-    assert modes(model) == ([True, True] if check == "raise" else [False, True, True])
-    step(model, x, 1)
-    assert modes(model) == [True, True]
-    with torch.no_grad():
-        model(x)
-    assert modes(model) == [False]
-    model.eval()  # in which it draws nothing
-    for number in (1, 2):
-        step(model, x, number)
-        assert modes(model) == [check == "raise" and number == 1, True]
-    model.train()
-    step(model, x, 3)
-    assert modes(model) == [True, True]
-    quiet = Stack(p=0.0)
-    attached(quiet, check_recompute=check)
-    for seed in range(2):
-        step(quiet, x, seed)
-        assert modes(quiet) == [check == "raise" and seed == 0, True]
-
-
 class Overwriting(Attentive):
     """Writes into its argument, which a forward can do once only."""
 
@@ -239,44 +198,18 @@ def test_all_kinds_of_outputs_leave_a_layer_that_draws():
         assert_same_bits(gradients(model), on_host(gradients(plain)))
 
 
-class Mark:
-    """What a graph holds."""
-
-
-class Marked(torch.autograd.Function):
-    """The identity, whose node holds an object of the layer."""
-
-    @staticmethod
-    def forward(ctx: Any, mark: Any, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.mark = mark
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient
-
-
 class Keeping(Attentive):
-    """Leaves what it computes to its owner, and looks at the graph of its last call or ubatch."""
+    """Leaves what it computes to its owner."""
 
     inside: Any = None
     watched: Any = None
     """What the node of an ordinary graph would keep."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.mark: Any = lambda: None
-        self.graphs = 0
-        """How many were alive when the next call or ubatch began."""
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.graphs += self.mark() is not None
-        mark = Mark()
-        self.mark = weakref.ref(mark)
         inner = self.inner(hidden).tanh()
         self.watched = StorageWeakRef(inner.untyped_storage())
         self.inside = dropped(inner, self.p)
-        return Marked.apply(mark, hidden + self.outer(self.inside))
+        return hidden + self.outer(self.inside)
 
 
 @pytest.mark.filterwarnings("ignore:a Keeping keeps:UserWarning")
@@ -295,57 +228,3 @@ def test_the_graph_of_a_forward_keeps_no_tensors_and_no_backward_goes_into_it():
     model(batch())
     with pytest.raises(RuntimeError, match=r"must go through the outputs of a layer.*make the layer return it"):
         model.layers[-1].inside.sum().backward()
-
-
-class Marking(Keeping):
-    """Keeps no tensor."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = super().forward(hidden)
-        self.inside = None
-        return out
-
-
-@pytest.mark.parametrize("ubatch_size", [None, 2])
-def test_no_graph_outlives_its_ubatch(ubatch_size):
-    model = Stack(Marking)
-    attached(model, ubatch_size=ubatch_size)
-    step(model, batch(), 0)
-    gc.disable()
-    try:
-        loss = model(batch())
-        assert [layer.mark() for layer in model.layers] == [None] * 3
-        loss.backward()
-    finally:
-        gc.enable()
-    assert [layer.graphs for layer in model.layers] == [0] * 3
-
-
-def forward_bytes(**options: Any) -> list[tuple[int, int]]:
-    """Device bytes of two forwards: the peak, and what is left, both more than before."""
-    model = attached_to(tiny_bert(width=32, layers=2), device=DEVICE, **options).train()
-    given, found = batch_for(model, rows=24), []
-    for _ in range(2):
-        before = settled_memory()
-        torch.accelerator.reset_peak_memory_stats()
-        loss = model(**given).loss
-        torch.accelerator.synchronize()
-        peak, left = torch.accelerator.max_memory_allocated(), torch.accelerator.memory_allocated()
-        found.append((peak - before, left - before))
-        loss.backward()
-        model.zero_grad()
-        del loss
-    return found
-
-
-@on_sim
-def test_grad_mode_takes_no_device_memory(monkeypatch):
-    options = {"stash": "host", "cmp": "bf16"}
-    found = forward_bytes(**options)
-    with monkeypatch.context() as patch:
-        patch.setattr(compute_state, "graph_without_tensors", torch.no_grad)
-        assert found == forward_bytes(**options)
-    with monkeypatch.context() as patch:  # a graph that keeps its tensors is seen
-        patch.setattr(compute_state, "graph_without_tensors", torch.enable_grad)
-        kept = forward_bytes(**options)
-    assert all(least < most for (least, _), (most, _) in zip(found, kept, strict=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,9 +14,9 @@ from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.model.layer_state import LayerState
 from hf_l2l.testing import enable_simulated_accelerator
-from impure_layers import CHANGING, DRAWING, Block, Drops, attach, batch, made
-from models import batch_for, bert, llama, t5
-from tiers import cpu_suffices, more, on_a_device, on_sim
+from impure_layers import CHANGING, DRAWING, Block, Drops, batch, made, trained
+from models import batch_for, llama, t5
+from tiers import cpu_suffices, on_a_device, on_sim
 from training import settled_memory
 
 PATTERN = "the recompute of a layer must give the outputs of its forward"
@@ -52,52 +50,33 @@ class DrawsFromAHiddenGenerator(Block):
         return self.generators[0].random()
 
 
-class ChangesLate(Block):
+class ChangesLate(ReadsItsList):
     """Reads a global from its call number 50 on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = [0]
 
     def scale(self, h: torch.Tensor) -> Any:
         CALLS[0] += 1
-        self.calls[0] += 1
-        return 1.0 + CALLS[0] % 7 / 10 if self.calls[0] > 50 else 1.0
-
-
-def step(net: nn.Module, **options: Any) -> Callable[..., None]:
-    """What takes a step layer to layer."""
-    optimizer: Any = attach(net, **options).wrap(torch.optim.SGD(net.parameters(), lr=0.01))
-
-    def once(between: Callable[[Any], None] | None = None) -> None:
-        net.train()
-        loss = net(batch())
-        if between is not None:
-            between(net)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return once
-
-
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"ubatch_size": 2, "stash": "host"}, {"eps_update": "eager"})
-HIDDEN = (ReadsAGlobal, ReadsItsList, DrawsFromAHiddenGenerator)
+        super().scale(h)
+        return 1.0 + CALLS[0] % 7 / 10 if len(self.seen) > 50 else 1.0
 
 
 @pytest.mark.filterwarnings("ignore:ubatch_size=2 has no effect")
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*zip(HIDDEN, OPTIONS, strict=True), *more(*((kind, options) for kind in HIDDEN for options in OPTIONS))],
+    [
+        (ReadsAGlobal, {}),
+        (ReadsItsList, {"ubatch_size": 2, "stash": "host"}),
+        (DrawsFromAHiddenGenerator, {"eps_update": "eager"}),
+    ],
 )
 def test_what_cannot_be_put_back_is_found_in_the_first_step(kind, options):
-    once = step(made(kind), **options)
     with pytest.raises(RuntimeError, match=rf"{PATTERN}.*layers\.0 \(a {kind.__name__}\) and 2 more"):
-        once()
+        trained(made(kind), options)
 
 
-def evaluates(net: Any) -> None:
-    net.eval()
+class Hooked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_forward_hook(lambda module, args, out: 2 * out)
 
 
 def changes_a_number(net: Any) -> None:
@@ -110,74 +89,46 @@ def removes_the_hooks(net: Any) -> None:
         layer.a._forward_hooks.clear()
 
 
-class Hooked(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a.register_forward_hook(lambda module, args, out: 2 * out)
-
-
-@pytest.fixture
-def _restored_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputes find what is there."""
+def test_it_finds_whatever_else_is_put_back(monkeypatch):
+    """If recomputes find what is there."""
     monkeypatch.setattr(LayerState, "put_back", lambda self, collecting=False: nullcontext())
     monkeypatch.setattr(LayerState, "set_generators", lambda self, turn: None)
-
-
-@pytest.mark.usefixtures("_restored_by_nobody")
-def test_it_finds_whatever_else_is_put_back():
-    for kind in (*DRAWING, *CHANGING):
+    changes = [(Drops, lambda net: net.eval()), (Block, changes_a_number), (Hooked, removes_the_hooks)]
+    for kind, between in (*((kind, None) for kind in (*DRAWING, *CHANGING)), *changes):
         with pytest.raises(RuntimeError, match=PATTERN):
-            step(made(kind))()
-    for kind, between in ((Drops, evaluates), (Block, changes_a_number), (Hooked, removes_the_hooks)):
-        with pytest.raises(RuntimeError, match=PATTERN):
-            step(made(kind))(between)
+            trained(made(kind), {}, between=between)
 
 
 def test_it_warns_once_or_is_off():
-    once = step(made(ReadsAGlobal), check_recompute="warn")
     with pytest.warns(UserWarning, match=PATTERN) as caught:
-        once()
-        once()
+        trained(made(ReadsAGlobal), {"check_recompute": "warn"})
     assert len(caught) == 1
-    once = step(made(ReadsAGlobal), check_recompute="off")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        once()
+    trained(made(ReadsAGlobal), {"check_recompute": "off"})
 
 
 @cpu_suffices
 def test_one_call_in_a_hundred_is_compared_later():
     net = made(ChangesLate)
-    once = step(net)
-    for _ in range(2):
-        once()
+    trained(net, {})  # two steps
     for _ in range(97):
         net(batch())
-    once()
+    net(batch()).backward()
     with pytest.raises(RuntimeError, match=PATTERN):
-        once()
-
-
-@pytest.fixture
-def _two_devices() -> Iterator[None]:
-    """The program has two simulated devices."""
-    enable_simulated_accelerator(devices=2)
-    yield
-    enable_simulated_accelerator()
+        net(batch()).backward()
 
 
 @on_sim
 @pytest.mark.filterwarnings("ignore:ubatch_size=2 has no effect")
-@pytest.mark.usefixtures("_two_devices")
 def test_a_difference_is_found_on_each_of_several_devices():
-    once = step(made(ReadsAGlobal), device=["sim:0", "sim:1"], ubatch_size=2)
-    with pytest.raises(RuntimeError, match=rf"{PATTERN}.*and 2 more"):
-        once()
+    enable_simulated_accelerator(devices=2)
+    try:
+        with pytest.raises(RuntimeError, match=rf"{PATTERN}.*and 2 more"):
+            trained(made(ReadsAGlobal), {"device": ["sim:0", "sim:1"], "ubatch_size": 2})
+    finally:
+        enable_simulated_accelerator()
 
 
-@pytest.mark.parametrize(
-    ("family", "options"), [(bert, {}), (llama, {"ubatch_size": 3}), (t5, {"cmp": "bf16", "stash": "host"})]
-)
+@pytest.mark.parametrize(("family", "options"), [(llama, {"ubatch_size": 3}), (t5, {"cmp": "bf16", "stash": "host"})])
 def test_real_layers_pass_with_dropout_and_keep_a_few_bytes(family, options, device):
     kept = {}
     for check in ("raise", "off"):

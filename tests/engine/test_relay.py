@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import traceback
 import types
@@ -16,9 +15,8 @@ import transformers as hf
 from torch import nn
 
 from devices import DEVICE
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine import shell
-from hf_l2l.runtime.tensors import OBJECTS_INSPECTED, tensors_within
 from models import (
     EXACT,
     SMALL,
@@ -32,47 +30,9 @@ from models import (
     relative_error,
     train_once,
 )
-from tiers import combinations, cpu_suffices
+from tiers import combinations
 
 FLOAT64 = TOLERANCE[torch.float64]
-
-
-def eager_bert() -> nn.Module:
-    model = bert().double()
-    model.set_attn_implementation("eager")
-    return model
-
-
-@pytest.mark.parametrize("flags", [(False, True), (True, False)])
-def test_a_flag_may_change_from_call_to_call(flags):
-    model = eager_bert()
-    batch = batch_for(model)
-    plain = copy.deepcopy(model).eval()
-    attached(model, ubatch_size=3).eval()
-    for flag in flags:
-        found = model(**batch, output_attentions=flag)
-        expected = plain(**batch, output_attentions=flag)
-        assert torch.allclose(found.logits.cpu(), expected.logits, rtol=EXACT)
-        assert len(found.attentions or ()) == len(expected.attentions or ()) == (2 if flag else 0)
-        for ours, theirs in zip(found.attentions or (), expected.attentions or (), strict=True):
-            assert torch.allclose(ours.cpu(), theirs, rtol=EXACT)
-
-
-@cpu_suffices
-def test_router_logits_may_be_asked_for_later():
-    config = hf.MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
-    model = hf.MixtralForCausalLM(config)
-    batch = batch_for(model)
-    attached(model, ubatch_size=3)
-    assert model(**batch).router_logits is None
-    model.zero_grad()
-    _, expected = reference_with(model, batch, output_router_logits=True)
-    model(**batch, output_router_logits=True).loss.backward()
-    assert relative_error(gradients(model), expected) <= TOLERANCE[torch.float32]
-
-
-def reference_with(model: nn.Module, batch: dict[str, Any], **options: Any) -> tuple[torch.Tensor, Any]:
-    return reference(model, {**batch, **options})
 
 
 def test_gradients_of_inputs_alone_leave_the_weights_alone():
@@ -104,143 +64,14 @@ def test_a_direct_call_of_a_layer_teaches_nothing_about_the_model(monkeypatch):
     assert rows_seen[-3:] == [3, 3, 2]
 
 
-def test_position_ids_of_one_row_do_not_hide_the_batch():
-    model = bert().double()
-    batch = batch_for(model)
-    batch = {"position_ids": torch.arange(6)[None], **batch}
-    loss, expected = reference(model, batch)
-    rows_seen = []
-    model.bert.encoder.layer[0].output.dense.register_forward_pre_hook(lambda m, args: rows_seen.append(len(args[0])))
-    attached(model, ubatch_size=3)
-    assert torch.allclose(train_once(model, batch), loss, rtol=EXACT)
-    assert relative_error(gradients(model), expected) <= FLOAT64
-    assert max(rows_seen[-6:]) == 3
-
-
-class NormalizedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.norm(self.linear(hidden))
-
-
-class Stacked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([NormalizedBlock() for _ in range(2)])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden.pow(2).mean()
-
-
-def test_layers_that_normalize_over_the_batch_are_not_split():
-    model = Stacked().double()
-    batch = torch.randn(8, 4, dtype=torch.float64)
-    plain = copy.deepcopy(model)
-    plain(batch).backward()
-    attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("NormalizedBlock",)))
-    with pytest.warns(
-        UserWarning, match=r"no effect on calls of NormalizedBlock: it normalizes over the rows.*BatchNorm"
-    ):
-        model(batch).backward()
-    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
-    assert torch.allclose(model.blocks[0].norm.running_mean, plain.blocks[0].norm.running_mean, rtol=EXACT)
-
-
-def test_arguments_without_the_rows_of_the_batch_are_said_once():
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(4, 4)])
-            self.table = nn.Parameter(torch.randn(5, 4))
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return (rows @ self.blocks[0](self.table).T).pow(2).mean()
-
-    model = Shared().double()
-    batch = torch.randn(8, 4, dtype=torch.float64)
-    plain = copy.deepcopy(model)
-    plain(batch).backward()
-    attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("Linear",)))
-    with pytest.warns(UserWarning, match="none of its arguments has the 8 rows"):
-        model(batch).backward()
-    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
-
-
-def test_detach_gives_the_optimizer_back():
-    model = bert()
-    eps = attach_l2l(model)
-    optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
-    detach_l2l(model)
-    train_once(model, batch_for(model))
-    optimizer.step()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_equal_configs_written_differently():
-    model = bert()
-    eps = attach_l2l(model, L2LConfig(device=DEVICE))
-    assert attach_l2l(model, L2LConfig(device=torch.device(DEVICE))) is eps
-
-
-class Centred(nn.Module):
-    """Rows meet in training only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            hidden = hidden - hidden.mean(0)
-        return self.linear(hidden)
-
-
-class Writing(Centred):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden.add_(1.0)
-        return hidden + self.linear(hidden).tanh()
-
-
-def stacked_of(block: type[nn.Module]) -> nn.Module:
-    model = Stacked()
-    model.blocks = nn.ModuleList([block() for _ in range(2)])
-    return model.double()
-
-
-def test_rows_that_meet_in_training_only_are_not_split():
-    model, batch = stacked_of(Centred), torch.randn(8, 4, dtype=torch.float64)
-    plain = copy.deepcopy(model)
-    plain(batch).backward()
-    attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("Centred",)))
-    with pytest.warns(UserWarning, match="its rows give different results in ubatches"):
-        model(batch).backward()
-    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
-
-
-def test_probing_does_not_write_into_the_batch():
-    model, batch = stacked_of(Writing), torch.randn(8, 4, dtype=torch.float64)
-    expected = copy.deepcopy(model)(batch.clone())
-    attach_l2l(model, L2LConfig(ubatch_size=2, layer_classes=("Writing",)))
-    with torch.no_grad():
-        assert torch.allclose(model(batch.clone()).cpu(), expected, rtol=EXACT)
-
-
 # ---- what cannot be differentiated
 
 
 OWN = {
     "grad": lambda model, loss: torch.autograd.grad(loss, list(model.parameters())),
-    "unused allowed": lambda model, loss: torch.autograd.grad(loss, list(model.parameters()), allow_unused=True),
     "one of a layer": lambda model, loss: torch.autograd.grad(
         loss, model.bert.encoder.layer[1].output.dense.weight, allow_unused=True
     ),
-    "one in no layer": lambda model, loss: torch.autograd.grad(loss, model.classifier.bias, allow_unused=True),
     "backward": lambda model, loss: loss.backward(inputs=list(model.parameters())),
 }
 
@@ -338,7 +169,7 @@ class WritingLayer(nn.Module):
         elif self.how == "an attribute" and shared is not None:
             shared.inner = [out]
         elif self.how == "the end":
-            while shared.inner is not None:
+            while isinstance(shared.inner, types.SimpleNamespace):
                 shared = shared.inner
             shared.inner = out
         return out
@@ -353,17 +184,6 @@ class Writers(nn.Module):
         for layer in self.layers:
             x = layer(x, shared=shared)
         return x
-
-
-@pytest.mark.parametrize("how", ["gains", "changes", "replaces", "an attribute"])
-def test_a_layer_that_trains_must_not_write_tensors_into_its_arguments(how):
-    model = Writers(how)
-    attach_l2l(model, L2LConfig(layer_classes=("WritingLayer",)))
-    shared = types.SimpleNamespace() if how == "an attribute" else UserDict(given=torch.ones(2))
-    with pytest.raises(ValueError, match=r"a WritingLayer wrote to 'shared'\); train this model without L2L"):
-        model(torch.ones(3, 4), shared)
-    with torch.no_grad():
-        model(torch.ones(3, 4), shared)
 
 
 class Slotted:
@@ -382,12 +202,7 @@ class OfSlotted(Slotted):
     __slots__ = "later"
 
 
-class CallableMapping(UserDict):  # type: ignore[type-arg]
-    def __call__(self) -> None:
-        raise AssertionError("an argument is not called to see what it holds")
-
-
-class CallableObject(types.SimpleNamespace):
+class Called(UserDict):  # type: ignore[type-arg]
     def __call__(self) -> None:
         raise AssertionError("an argument is not called to see what it holds")
 
@@ -400,52 +215,31 @@ def chain(length: int) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "how, make",
+    ("how", "make"),
     [
+        ("nothing", lambda: UserDict(given=torch.ones(2))),
+        ("gains", Called),
+        ("changes", lambda: Called(given=torch.ones(2))),
+        ("replaces", lambda: UserDict(given=torch.ones(2))),
+        ("an attribute", types.SimpleNamespace),
         ("an attribute", OfSlotted),
-        ("gains", CallableMapping),
-        ("changes", lambda: CallableMapping(given=torch.ones(2))),
-        ("an attribute", CallableObject),
         ("the end", lambda: chain(3000)),
     ],
-    ids=["slots", "callable mapping gains", "callable mapping changes", "callable object", "long chain"],
 )
-def test_tensors_that_a_layer_writes_are_found_in_any_object(how, make):
+def test_a_layer_that_trains_must_not_write_tensors_into_its_arguments(how, make):
     model = Writers(how)
     attach_l2l(model, L2LConfig(layer_classes=("WritingLayer",)))
-    with pytest.raises(ValueError, match=r"a WritingLayer wrote to 'shared'\); train this model without L2L"):
+    if how == "nothing":
+        model(torch.ones(3, 4), make()).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    else:
+        with pytest.raises(ValueError, match=r"a WritingLayer wrote to 'shared'\); train this model without L2L"):
+            model(torch.ones(3, 4), make())
+    with torch.no_grad():
         model(torch.ones(3, 4), make())
 
 
-def test_what_a_large_object_holds_is_looked_at_in_part():
-    looked_at = []
-
-    class Words(UserDict):  # type: ignore[type-arg]
-        def values(self) -> Any:
-            for word in super().values():
-                looked_at.append(word)
-                yield word
-
-    words = Words({str(i): str(i) for i in range(20_000)})
-    given = types.SimpleNamespace(words=words, given=torch.ones(2), scale=torch.ones(3))
-    assert [len(t) for t in tensors_within(given)] == [2, 3]
-    assert 0 < len(looked_at) <= OBJECTS_INSPECTED
-
-
-@pytest.mark.parametrize("argument", [nn.Linear(2, 2), torch.relu, nn.Linear(2, 2).forward, nn.Linear, torch, "word"])
-def test_code_and_modules_are_not_looked_into(argument):
-    assert not list(tensors_within(types.SimpleNamespace(argument=argument)))
-
-
-def test_a_layer_may_be_given_objects_that_hold_tensors():
-    model = Writers("nothing")
-    attach_l2l(model, L2LConfig(layer_classes=("WritingLayer",)))
-    model(torch.ones(3, 4), UserDict(given=torch.ones(2))).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("shared", [0, 1])
-def test_gemma_3n_trains_only_where_no_layer_reads_keys_of_another(shared):
+def test_gemma_3n_is_refused_where_a_layer_reads_keys_of_another():
     config = hf.Gemma3nTextConfig(
         **{**SMALL, "intermediate_size": [24] * 4, "num_hidden_layers": 4},
         num_key_value_heads=1,
@@ -453,19 +247,12 @@ def test_gemma_3n_trains_only_where_no_layer_reads_keys_of_another(shared):
         vocab_size_per_layer_input=60,
         hidden_size_per_layer_input=4,
         laurel_rank=4,
-        num_kv_shared_layers=2 * shared,
+        num_kv_shared_layers=2,
         layer_types=["sliding_attention", "full_attention"] * 2,
         activation_sparsity_pattern=None,
         pad_token_id=0,
     )
     model = hf.Gemma3nForCausalLM(config)
     batch = batch_for(model)
-    stores = any(layer.self_attn.store_full_length_kv for layer in model.model.layers)
-    assert stores or not shared  # transformers 5.17 stores them even where no layer reads them
-    if stores:
-        with pytest.raises(ValueError, match="a Gemma3nTextDecoderLayer wrote to 'shared_kv_states'"):
-            train_once(attached(model), batch)
-        return
-    _, expected = reference(model, batch)
-    train_once(attached(model), batch)
-    assert relative_error(gradients(model), expected) <= TOLERANCE[torch.float32]
+    with pytest.raises(ValueError, match="a Gemma3nTextDecoderLayer wrote to 'shared_kv_states'"):
+        train_once(attached(model), batch)

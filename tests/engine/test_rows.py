@@ -15,15 +15,9 @@ from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.rows.host_rows import HostRows
 from memory_switches import forced_copies
-from models import EXACT, FAMILIES, TOLERANCE, batch_for, bert, gradients, llama, relative_error, train_once
-from tiers import on_the_host
+from models import EXACT, TOLERANCE, batch_for, bert, gradients, llama, relative_error
 
 ON_HOST = {"stash": "host", "boundary": "host", "device": DEVICE}
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"ubatch_size": 2},
-    {"ubatch_size": 3, "prefetch": False},
-    {"gradient_slots": 1},
-)
 
 
 @pytest.fixture(autouse=True)
@@ -42,19 +36,6 @@ def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
 
 def is_as_plain(model: nn.Module, plain: nn.Module) -> bool:
     return relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
-
-
-@pytest.mark.parametrize("family", FAMILIES if DEVICE == "cpu" else ("bert", "t5"))
-def test_gradients_are_those_of_the_plain_model(family):
-    torch.manual_seed(0)
-    options = OPTIONS[list(FAMILIES).index(family) % len(OPTIONS)]
-    model, plain = pair(FAMILIES[family](), **options)
-    batch = batch_for(model)
-    expected = train_once(plain, batch)
-    for _ in range(2):  # the first forward does not know which outputs the model computes with
-        model.zero_grad()
-        assert train_once(model, batch).item() == pytest.approx(expected.item(), rel=EXACT)
-        assert is_as_plain(model, plain)
 
 
 def hidden_states(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -114,31 +95,9 @@ def test_a_model_that_computes_between_layers(in_place):
         assert is_as_plain(model, plain)
 
 
-def test_a_second_backward_and_one_that_is_dropped():
-    torch.manual_seed(0)
-    model, plain = pair(bert(num_hidden_layers=3))
-    batch = batch_for(model)
-    train_once(plain, batch)
-    model(**batch)  # dropped
-    loss = model(**batch).loss
-    loss.backward(retain_graph=True)
-    assert is_as_plain(model, plain)
-    model.zero_grad()
-    loss.backward()
-    assert is_as_plain(model, plain)
-
-
 def test_what_is_not_cut_stays_on_the_device():
     model = bert(num_hidden_layers=3)
     attach_l2l(model, L2LConfig(**ON_HOST))
     assert not any(isinstance(state, HostRows) for state in hidden_states(model, batch_for(model)))
     with torch.no_grad():
         assert not any(isinstance(state, HostRows) for state in hidden_states(model, batch_for(model)))
-
-
-@on_the_host
-def test_where_memory_is_shared_nothing_changes(monkeypatch):
-    monkeypatch.setattr("hf_l2l.runtime.stream.shares_host_memory", lambda device: True)
-    model = bert(num_hidden_layers=3)
-    attach_l2l(model, L2LConfig(ubatch_size=2, **ON_HOST))
-    assert not any(isinstance(state, HostRows) for state in hidden_states(model, batch_for(model)))
