@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from hf_l2l.runtime.flat_memory import Layout, elements, is_dense
+from hf_l2l.runtime.tensors import sharing_memory
 from tiers import times
 
 DTYPES = (
@@ -40,17 +42,9 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def filled(layout: Layout, given: list[torch.Tensor]) -> torch.Tensor:
-    """Memory that holds what every tensor of the layout holds."""
-    memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    for tensor, view in zip(given, layout.views(memory), strict=True):
-        view.copy_(tensor)
-    return memory
-
-
 @settings(deadline=None, max_examples=times(30, 300))
 @given(st.lists(tensors(), max_size=6))
-def test_places_are_aligned_and_apart_and_nothing_is_wasted(given):
+def test_places_are_aligned_and_apart_and_views_keep_what_is_written(given):
     layout = Layout(given)
     end = 0
     for tensor, piece in zip(given, layout.pieces, strict=True):
@@ -59,13 +53,9 @@ def test_places_are_aligned_and_apart_and_nothing_is_wasted(given):
         assert start % ALIGNED == 0 and end <= start < end + ALIGNED
         end = start + num_bytes(tensor)
     assert end <= layout.num_bytes < end + ALIGNED
-
-
-@settings(deadline=None, max_examples=times(30, 300))
-@given(st.lists(tensors(), max_size=6))
-def test_every_view_is_like_its_tensor_and_keeps_what_is_written(given):
-    layout = Layout(given)
-    memory = filled(layout, given)
+    memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    for tensor, view in zip(given, layout.views(memory), strict=True):
+        view.copy_(tensor)
     for tensor, view in zip(given, layout.views(memory), strict=True):
         assert view.dtype == tensor.dtype and view.shape == tensor.shape
         assert torch.equal(view, tensor)
@@ -97,28 +87,16 @@ def test_elements_are_those_of_the_memory_in_its_order(tensor):
     assert torch.equal(like, tensor) and like.stride() == tensor.stride()
 
 
-def test_what_is_transposed_stays_so_and_what_has_gaps_is_closed():
-    memory = torch.zeros(64, dtype=torch.uint8)
-    transposed, gaps = torch.randn(2, 3).T, torch.randn(3, 4)[:, ::2]
-    assert Layout([transposed]).views(memory)[0].stride() == (1, 3)
-    assert Layout([gaps]).views(memory)[0].stride() == (2, 1)
-    images = torch.randn(1, 2, 2, 2).to(memory_format=torch.channels_last)
-    assert Layout([images]).views(memory)[0].stride() == images.stride()
+def overlapping(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bytes_of = [{t.data_ptr() + 4 * i for i in range(t.numel())} for t in (one, other)]
+    return bool(bytes_of[0] & bytes_of[1])
 
 
-def test_a_view_ends_where_its_tensor_ends():
-    one, other = torch.zeros(3, dtype=torch.int8), torch.zeros(3, dtype=torch.int8)
-    layout = Layout([one, other])
-    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    layout.views(memory)[1].fill_(-1)
-    assert memory.nonzero().flatten().tolist() == [256, 257, 258]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_empty_tensor_takes_no_memory(dtype):
-    empty, scalar = torch.empty(0, 3, dtype=dtype), torch.ones((), dtype=dtype)
-    given = [empty, scalar, empty]
-    layout = Layout(given)
-    assert [piece.start for piece in layout.pieces] == [0, 0, ALIGNED] and layout.num_bytes == ALIGNED
-    views = layout.views(filled(layout, given))
-    assert views[0].shape == views[2].shape == (0, 3) and views[1].item() == 1
+def test_sharing_is_found_between_any_two_of_many():
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(times(50, 200)):
+        memory = torch.zeros(40)
+        bounds = torch.randint(0, 20, (6, 2), generator=generator).tolist()
+        every = [nn.Parameter(memory[start : start + size]) for start, size in bounds]
+        expected = {a for a in every if any(a is not b and overlapping(a, b) for b in every)}
+        assert sharing_memory(every) == expected

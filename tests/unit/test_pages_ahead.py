@@ -70,12 +70,6 @@ def test_blocks_come_in_their_order_whichever_is_ready_first(recorder):
     assert all(pages.locked is not None for pages in made)
 
 
-def test_two_blocks_are_locked_at_once(recorder):
-    both = threading.Barrier(2)
-    recorder.locking = lambda num_bytes: both.wait(10)
-    assert len(list(pages_ahead([PAGE] * 6, DEVICE))) == 6
-
-
 def test_all_pages_are_touched_before_the_block_is_locked(recorder, monkeypatch):
     monkeypatch.setattr(flat_memory, "TOUCHED_AT_ONCE", 4 * PAGE)
     sizes = [10 * PAGE + 7, PAGE, 4 * PAGE, 9 * PAGE]

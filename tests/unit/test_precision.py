@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,6 @@ from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
 from models import batch_for, bert, gpt2, t5, vit
-from training import tiny_bert
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 2.0**10
@@ -162,13 +160,6 @@ def test_the_execution_device_is_asked_and_not_the_current_one(monkeypatch):
         computing_dtype("bf16", torch.device("cuda", 1))
 
 
-def test_auto_is_said_aloud(caplog):
-    with caplog.at_level(logging.WARNING, "hf_l2l"):
-        eps = attach_l2l(bert(), L2LConfig(device="cpu", cmp="auto"))
-    assert eps.copies.precision.dtype == torch.bfloat16
-    assert [r.getMessage() for r in caplog.records] == ["cmp='auto' computes in torch.bfloat16 on cpu"]
-
-
 # ---- masters that were loaded in 16 bits
 
 
@@ -210,38 +201,6 @@ def test_a_parameter_that_cannot_change_is_named():
     assert watched() is not None
 
 
-def test_short_masters_are_warned_of_without_cmp_and_made_fp32_with_it():
-    """Whatever the moments have."""
-    model = bert().bfloat16()
-    with pytest.warns(UserWarning, match="use cmp, which makes the masters float32"):
-        eps = attach_l2l(model, L2LConfig(device="cpu", moment_dtype="bf16", eps_update="deferred"))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        model(**batch_for(model)).loss.backward()
-        optimizer.step()
-    eps.synchronize()
-    detach_l2l(model)
-    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_a_layer_norm_moves_where_16_bits_would_freeze_it():
-    rate = 1e-4  # a step of AdamW is about as large; in bfloat16 the neighbours of 1 are 2**-8 and 2**-7 away
-    model = tiny_bert(dropout=0.0)
-    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0))
-    short = copy_as(tiny_bert(dropout=0.0), torch.bfloat16)
-    frozen = torch.optim.AdamW(short.parameters(), lr=rate, weight_decay=0.0)
-    for _ in range(3):
-        for each, by in ((model, optimizer), (short, frozen)):
-            each(**batch_for(each)).loss.backward()
-            by.step()
-            by.zero_grad()
-    name = "bert.encoder.layer.0.output.LayerNorm.weight"
-    assert (model.get_parameter(name) != 1).all()
-    assert (short.get_parameter(name) == 1).all()
-
-
 # ---- saving in 16 bits
 
 
@@ -264,24 +223,6 @@ def test_a_copy_is_saved_as_plain_transformers_saves_it(dtype, tmp_path):
         assert torch.equal(p, before[name])
     with pytest.raises(ValueError, match="dtype must be"):
         copy_as(model, torch.float32)
-
-
-def test_a_scale_that_changes_between_forward_and_backward_is_the_one_of_the_backward():
-    torch.manual_seed(0)
-    model = bert()
-    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", loss_scale_init=SCALE))
-    optimizer = eps.wrap(torch.optim.SGD(model.parameters()))
-    batch = batch_for(model)
-    loss = model(**batch).loss
-    loss.backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    loss = model(**batch).loss
-    eps.loss_scale.value *= 0.5
-    loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-2, atol=1e-5)
-    assert optimizer is not None
 
 
 # ---- heads, buffers, views, other runs
@@ -354,20 +295,6 @@ def test_what_modules_write_to_adds_up_in_fp32():
     assert model.norm.running_var.dtype == torch.float32
 
 
-def test_writes_through_older_views_are_told_with_synchronize():
-    model = bert()
-    views = [p.data for p in model.parameters()]
-    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
-    batch = batch_for(model)
-    with torch.no_grad():
-        before = model(**batch).loss
-        for view in views:
-            view.mul_(0.0)
-        eps.synchronize()
-        assert model(**batch).logits.abs().max() == 0.0
-    assert before > 0
-
-
 def test_a_parameter_that_was_frozen_then_must_be_fp32_to_train():
     model = bert().bfloat16()
     model.classifier.weight.requires_grad_(False)
@@ -406,21 +333,6 @@ def test_buffers_follow_the_weights_but_for_rotary_frequencies():
         "mask": torch.bool,
     }
     assert precision.of_buffer(rotary, "cos_cached", rotary.cos_cached) == torch.float32
-
-
-def test_inputs_of_a_model_that_forecasts_are_all_in_16_bits():
-    class Forecasting(nn.Module):
-        def forward(self, past_values: Any, future_values: Any, future_time_features: Any) -> None: ...
-
-    class Labelled(nn.Module):
-        def forward(self, past_values: Any, future_values: Any) -> None: ...
-
-    value = torch.ones(2)
-    for model, expected in ((Forecasting(), torch.bfloat16), (Labelled(), torch.float32)):
-        _, kwargs = Precision(model, torch.bfloat16).of_inputs(
-            model, (), {"past_values": value, "future_values": value}
-        )
-        assert (kwargs["past_values"].dtype, kwargs["future_values"].dtype) == (torch.bfloat16, expected)
 
 
 class TwoPartHead(nn.Module):

@@ -8,50 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, devices
 from hf_l2l.runtime import stream
-from hf_l2l.runtime.stream import HOST
-from memory_switches import forced_copies
 from training import tiny_bert
-
-
-def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def test_an_upload_to_the_host_is_a_detached_view():
-    master = nn.Parameter(torch.randn(3))
-    up = stream.upload(master, HOST)
-    assert same_memory(up, master)
-    assert up is not master and up.is_leaf and not up.requires_grad
-
-
-def test_a_forced_upload_is_a_detached_copy():
-    master = nn.Parameter(torch.randn(3))
-    with forced_copies():
-        up = stream.upload(master, HOST)
-    assert not same_memory(up, master)
-    assert torch.equal(up, master) and up.is_leaf and not up.requires_grad
-
-
-def test_a_download_from_the_host_is_the_tensor_itself():
-    tensor = torch.randn(3)
-    assert stream.download(tensor) is tensor
-    with forced_copies():
-        down = stream.download(tensor)
-    assert not same_memory(down, tensor) and torch.equal(down, tensor)
-
-
-@pytest.mark.parametrize("asked", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
-def test_the_host_has_one_name(asked):
-    assert devices.execution_device(asked) == HOST
-
-
-def test_without_an_accelerator_the_host_executes(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
-    assert devices.execution_device(None) == HOST
 
 
 def test_the_current_accelerator_executes_if_it_is_available(monkeypatch):
@@ -71,11 +31,6 @@ def test_the_current_accelerator_executes_if_it_is_available(monkeypatch):
     assert devices.execution_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"must be one this machine has \(got cuda:4\)"):
         devices.execution_device("cuda:4")
-
-
-def test_the_host_has_no_device_module():
-    assert stream.device_module(HOST) is None
-    assert stream.device_module(torch.device("cuda", 0)) is torch.cuda
 
 
 # ---- points in the work of a stream
@@ -118,16 +73,6 @@ def test_waits_are_of_the_execution_device_and_not_of_the_current_one(monkeypatc
     stream.wait(point, "a test", host=True)
     here = "the current stream of cuda:1"
     assert module.told == [("record", here), ("wait", here), ("synchronize",)]
-
-
-def test_without_streams_there_is_nothing_to_wait_for():
-    assert stream.record(HOST) is None
-    stream.wait(None, "a test")
-    stream.wait(None, "a test", host=True)
-    lane = stream.Lane(HOST, "upload")
-    assert not lane.is_stream and lane.record() is None and not stream.can_page_lock(HOST)
-    with lane.entered():
-        assert torch.ones(1) == 1
 
 
 # ---- page-locking

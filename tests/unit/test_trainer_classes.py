@@ -22,7 +22,7 @@ from hf_l2l import (
     make_l2l_trainer,
 )
 from rank_pool import RankPool
-from training import CHECKPOINTING, arguments
+from training import CHECKPOINTING
 
 
 class Preferring(hf.Trainer):
@@ -70,12 +70,6 @@ def test_attributes_are_what_they_are_of_trainer(ours, theirs):
     kinds = {name: type(value) for base in reversed(theirs.__mro__[:-1]) for name, value in vars(base).items()}
     found = {name: type(inspect.getattr_static(ours, name)) for name in kinds}
     assert {name for name in kinds if found[name] is not kinds[name]} <= {"__doc__"}
-
-
-def test_programs_ask_the_class_for_the_optimizer(tmp_path):
-    """As overrides of `create_optimizer` do."""
-    plain, ours = (arguments(kind, tmp_path) for kind in (hf.TrainingArguments, L2LTrainingArguments))
-    assert L2LTrainer.get_optimizer_cls_and_kwargs(ours) == hf.Trainer.get_optimizer_cls_and_kwargs(plain)
 
 
 def test_activation_checkpointing_is_off_by_default(tmp_path):
