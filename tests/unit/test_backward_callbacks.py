@@ -74,18 +74,6 @@ def test_the_end_is_told_once_and_failures_are_told_to_all():
     assert of.heard == ["failure", "end"]
 
 
-def test_a_backward_inside_a_backward_ends_by_itself():
-    of = Heard()
-
-    def inner() -> None:
-        with torch.enable_grad():
-            run((of.backwards, nothing))
-        of.heard.append("inner is over")
-
-    run((of.backwards, inner))
-    assert of.heard == ["end", "inner is over", "end"]
-
-
 def test_it_keeps_no_object_alive():
     backwards, heard = Backwards(), []
     gone = Heard()

@@ -305,15 +305,6 @@ def test_numbers_are_read_in_chunks():
     assert not logits.deferred.is_there and not logits.deferred.in_chunks
 
 
-def test_a_second_backward():
-    weights = Weights()
-    loss = IN_CHUNKS["mean"](weights.deferred(), weights.labels)
-    loss.backward(retain_graph=True)
-    once = [g.clone() for g in weights.gradients()]
-    loss.backward()
-    torch.testing.assert_close(weights.gradients(), [2 * g for g in once])
-
-
 def test_a_frozen_head_and_a_frozen_body():
     for frozen in ("weight", "bias", "hidden"):
         ours, plain = Weights(), Weights()

@@ -15,28 +15,6 @@ from accumulated import forwards, padded, ragged, tiny_llama, train
 from folded import EAGER, ONE_STEP, OutOfRoom, assert_folded, pair, told
 from plain import Streamed
 from runs import assert_same_run
-from tiers import more, nightly
-
-
-@pytest.mark.parametrize("side", ["left", *more("right")])
-def test_the_first_step_and_the_first_that_is_padded_are_compared_with_batch_by_batch(tmp_path, side):
-    data = [*ragged(8, longest=5, shortest=5), *ragged(16)]
-    of_trainer = {"data_collator": lambda rows: padded(rows, side)}
-    folded, apart = pair(tmp_path, data=data, train_sampling_strategy="sequential", of_trainer=of_trainer)
-    seen = forwards(folded)
-    assert told(folded)
-    assert seen == [*ONE_STEP, 8, 8] + [*ONE_STEP, 8, 8] + [8]
-    assert_folded(folded, apart)
-
-
-@pytest.mark.parametrize("count", [2 * 11, *more(2 * 12 + 1, 2 * 9)])
-def test_the_last_step_of_an_epoch_may_have_fewer_batches_and_rows(tmp_path, count):
-    folded, apart = pair(tmp_path, data=ragged(count), max_steps=-1, num_train_epochs=2)
-    seen = forwards(folded)
-    assert told(folded)
-    assert sum(seen) == 2 * count + 16, "every row in both epochs, and the first step twice more"
-    assert folded.state.global_step == apart.state.global_step == 2 * -(-count // 8)
-    assert_folded(folded, apart)
 
 
 def test_steps_that_cannot_be_compared_are_followed_by_some_that_can(tmp_path):
@@ -58,36 +36,16 @@ def test_data_that_ends_within_a_step_leave_their_gradients_to_the_next_epoch(tm
     assert_folded(folded, apart)
 
 
-class Counting(nn.Module):
-    """Counts its calls in a buffer, and draws a random number in each."""
+def test_the_comparison_leaves_buffers_as_they_are(tmp_path):
+    def count(module: nn.Module, _: object) -> None:
+        module.calls += 1
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        out: torch.Tensor = self.inner(x)
-        return out
-
-
-def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
-    """Dropout draws in another order, and is compared without; generators and buffers are then as before."""
-
-    def run() -> tuple[hf.Trainer, list[int]]:
-        model = tiny_llama(attention_dropout=0.3)
-        model.model.embed_tokens = Counting(model.model.embed_tokens)
-        made = accumulated.made(tmp_path, model=model)
-        seen = forwards(made)
-        assert told(made)
-        assert model.model.embed_tokens.calls == 3
-        return made, seen
-
-    compared, seen = run()
-    assert seen == [2] + 3 * [8]  # the first batch shows that there is dropout
-    monkeypatch.setattr("hf_l2l.accumulation.folding.disagreement", lambda *_: "")
-    assert_same_run(compared, run()[0])
+    made = accumulated.made(tmp_path)
+    embedding = made.model.model.embed_tokens
+    embedding.register_buffer("calls", torch.zeros(()))
+    embedding.register_forward_pre_hook(count)
+    assert told(made)
+    assert embedding.calls == 3
 
 
 # ---- steps that end early
@@ -112,33 +70,25 @@ def stopping(folder, what: str, step: int = 1, **options: Any) -> hf.Trainer:
     return accumulated.made(folder, of_trainer={"callbacks": [StopInStep(what, step)]}, **options)
 
 
-STOPS = [("training", 0, {}), *more(("epoch", 1, EAGER), ("training", 1, EAGER), ("epoch", 1, {}))]
-
-
-@pytest.mark.parametrize(("what", "step", "mode"), STOPS)
-def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path, what, step, mode):
-    """transformers leaves its gradients: to nobody, or to the next epoch."""
-    options = {"max_steps": -1, "num_train_epochs": 2, "data": ragged(24), **mode}
-    runs = [stopping(tmp_path, what, step, l2l_merge_accumulation=value, **options) for value in ("auto", "off")]
+def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path):
+    """transformers leaves its gradients to nobody where the training is to end."""
+    options = {"max_steps": -1, "num_train_epochs": 2, "data": ragged(24)}
+    runs = [stopping(tmp_path, "training", 0, l2l_merge_accumulation=value, **options) for value in ("auto", "off")]
     for made in runs:
         train(made)
     folded, apart = runs
     assert folded.state.global_step == apart.state.global_step
     assert_folded(folded, apart)
     left = [{n: p.grad for n, p in t.model.named_parameters()} for t in runs]
-    assert (what == "training") == any(g is not None for g in left[1].values())
+    assert any(g is not None for g in left[1].values())
     for name, gradient in left[1].items():
         assert (left[0][name] is None) == (gradient is None)
         assert gradient is None or torch.allclose(left[0][name], gradient, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("what", ["raise", *more("training")])
-def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path, what):
-    made = stopping(tmp_path, what)
-    if what == "raise":
-        with pytest.raises(KeyError):
-            made.train()
-    else:
+def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path):
+    made = stopping(tmp_path, "raise")
+    with pytest.raises(KeyError):
         made.train()
     made.model.load_state_dict(tiny_llama().state_dict())
     made.optimizer = made.lr_scheduler = None
@@ -149,9 +99,9 @@ def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path, what):
     assert_same_run(made, fresh)
 
 
-@nightly
 def test_gradients_of_a_step_that_was_given_up_outlive_the_comparison_of_a_later_one(tmp_path):
-    """The next epoch begins with them, and with the first step whose batches have different lengths."""
+    """The next epoch begins with them, and with the first step whose batches have different lengths, which is compared
+    as the first one is."""
     runs = []
     for value in ("auto", "off"):
         calls = []
@@ -174,12 +124,8 @@ def test_gradients_of_a_step_that_was_given_up_outlive_the_comparison_of_a_later
     assert_folded(*runs)
 
 
-@pytest.mark.parametrize("case", ["eager", *more("gradients of a step that was given up")])
-def test_a_lack_of_room_that_costs_gradients_names_the_remedy(tmp_path, case):
-    if case == "eager":
-        made = accumulated.made(tmp_path, **EAGER)
-    else:
-        made = stopping(tmp_path, "epoch", max_steps=-1, num_train_epochs=2, data=ragged(24))
+def test_a_lack_of_room_that_costs_gradients_names_the_remedy(tmp_path):
+    made = accumulated.made(tmp_path, **EAGER)
     OutOfRoom(made, "backward", 1)
     with pytest.raises(torch.OutOfMemoryError) as error, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import math
@@ -125,22 +124,14 @@ def test_norms_of_16_bit_weights_are_taken_in_float32():
 # ---- an optimizer like torch's own
 
 
-def test_the_state_is_like_that_of_torchs_adam_and_training_goes_on_from_it():
-    gradients = [torch.randn(3, 2) for _ in range(6)]
-    through = torch.nn.Parameter(torch.randn(3, 2))
-    stopped = copy.deepcopy(through)
-    steps(through, Lamb([through], lr=0.1), gradients)
-    first = Lamb([stopped], lr=0.1)
-    steps(stopped, first, gradients[:3])
-    again = Lamb([stopped], lr=7.0)
-    again.load_state_dict(first.state_dict())
-    steps(stopped, again, gradients[3:])
-    assert torch.equal(through, stopped)
-
-    adam = torch.optim.Adam([stopped])
-    steps(stopped, adam, gradients[:1])
-    [ours], [theirs] = again.state_dict()["state"].values(), adam.state_dict()["state"].values()
-    assert [(k, v.shape, v.dtype) for k, v in ours.items()] == [(k, v.shape, v.dtype) for k, v in theirs.items()]
+def test_the_state_is_like_that_of_torchs_adam():
+    p = torch.nn.Parameter(torch.randn(3, 2))
+    states = []
+    for optimizer in (Lamb([p], lr=0.1), torch.optim.Adam([p])):
+        steps(p, optimizer, [torch.ones(3, 2)])
+        [state] = optimizer.state_dict()["state"].values()
+        states.append([(name, value.shape, value.dtype) for name, value in state.items()])
+    assert states[0] == states[1]
 
 
 def test_a_closure_is_called_with_gradients():

@@ -3,7 +3,6 @@ hooks; and those that are refused."""
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,27 +23,6 @@ def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.Optimizer:
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-# ---- wrap
-
-
-class Outer:
-    """Keeps the optimizer as Accelerate's wrapper does."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-
-def test_wrap_returns_the_same_optimizer_and_changes_it_once():
-    model = Toy()
-    eps = attach_l2l(model, config_for(model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    before, attributes = copy.deepcopy(optimizer.state_dict()), set(vars(optimizer))
-    outer = Outer(optimizer)
-    assert eps.wrap(optimizer) is optimizer and eps.wrap(outer) is outer and eps.wrap(optimizer) is optimizer
-    assert len(optimizer._optimizer_step_post_hooks) == 1
-    assert optimizer.state_dict() == before and set(vars(optimizer)) == attributes
 
 
 def test_a_step_clears_the_gradients_it_used():

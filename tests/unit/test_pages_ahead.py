@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import sys
 import threading
 from collections.abc import Callable
 from itertools import islice
@@ -80,32 +79,6 @@ def test_all_pages_are_touched_before_the_block_is_locked(recorder, monkeypatch)
         assert sorted(start for _, _, start in mine[:-1]) == list(range(0, size, 4 * PAGE))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
-def test_touching_makes_every_page_present_and_no_other():
-    """The system says which pages of this process are in memory."""
-    pages = Pages(64 * PAGE)
-    assert present(pages) == 0
-    pages.touch(8 * PAGE, 24 * PAGE)
-    assert present(pages) == 16
-    pages.touch(24 * PAGE, 100 * PAGE)
-    assert present(pages) == 56
-
-
-def present(pages: Pages) -> int:
-    """The pages that are in memory."""
-    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-    inside = False
-    with open("/proc/self/smaps") as maps:
-        for line in maps:
-            words = line.split()
-            if "-" in words[0] and not words[0].endswith(":"):
-                first, last = (int(each, 16) for each in words[0].split("-"))
-                inside = first <= address < last
-            elif inside and words[0] == "Rss:":
-                return int(words[1]) * 1024 // PAGE
-    raise AssertionError("the pages are mapped")
-
-
 def test_as_many_blocks_are_made_ahead_as_there_are_threads(recorder, monkeypatch):
     alive: list[int] = []
     new = Pages.__init__
@@ -150,13 +123,11 @@ def test_an_error_of_a_thread_is_raised_where_the_block_is_taken(recorder):
     assert threading.active_count() == threads
 
 
-def test_what_will_not_be_locked_is_not_touched(recorder):
+def test_what_will_not_be_locked_is_not_touched(recorder, monkeypatch):
     recorder.refused = True
     made = list(pages_ahead([PAGE] * 3, DEVICE))
     assert [pages.locked for pages in made] == [None] * 3
     assert [kind for kind, *_ in recorder.events] == ["lock"] * 3  # the device may grant some, all the same
-
-
-def test_a_device_that_locks_nothing_gets_ordinary_memory_and_no_threads(monkeypatch):
-    monkeypatch.setattr(flat_memory, "ThreadPoolExecutor", None)
+    monkeypatch.undo()
+    monkeypatch.setattr(flat_memory, "ThreadPoolExecutor", None)  # a device that locks nothing needs no threads
     assert [len(pages) for pages in pages_ahead([PAGE, 5], torch.device("cpu"))] == [PAGE, 5]

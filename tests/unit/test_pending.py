@@ -101,18 +101,6 @@ def test_the_gradient_is_announced_by_itself():
     assert (pending.grads, pending.values) == (3, 0)
 
 
-def test_results_are_ordinary_and_graphs_are_those_of_the_parameter():
-    p = nn.Parameter(torch.ones(3))
-    hold(p, Counting())
-    result = p * 2
-    assert type(result) is torch.Tensor
-    result.sum().backward()
-    let_go(p)
-    assert torch.equal(p.grad, torch.full((3,), 2.0))
-    copied = copy.deepcopy(p)
-    assert type(copied) is nn.Parameter and copied.requires_grad
-
-
 def test_only_its_own_is_let_go_of():
     tensor, first, second = made(nn.Parameter), Counting(), Counting()
     hold(tensor, first)

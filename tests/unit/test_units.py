@@ -57,17 +57,6 @@ def test_a_unit_that_was_changed_is_not_current():
         assert unit_of(module).is_current()
 
 
-def test_values_may_change():
-    module = Pair()
-    unit = unit_of(module)
-    before = unit.versions()
-    with torch.no_grad():
-        module.first.bias.add_(1)
-    module.norm(torch.randn(2, 3))
-    assert unit.is_current()
-    assert [a != b for a, b in zip(unit.versions(), before, strict=True)] == [False, True, False, False]
-
-
 def test_without_transformers_no_outputs_are_captured(monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers.utils.output_capturing", raising=False)
     with CapturedOutputs() as captured:
