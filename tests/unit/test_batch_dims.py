@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -172,43 +171,11 @@ class Labelled(dict):
     label = "none"
 
 
-class Frozen(Mapping):
-    """What can be read only, and shares its storage with shallow copies of it."""
-
-    def __init__(self, data):
-        self._data = dict(data)
-
-    def __getitem__(self, key):
-        return self._data[key]
-
-    def __iter__(self):
-        return iter(self._data)
-
-    def __len__(self):
-        return len(self._data)
-
-
-class Particular(Frozen):
-    """Cannot be made of its items."""
-
-    def __init__(self, *, of):
-        super().__init__(of)
-
-
 class Locked(dict):
     """Made once, and then read only."""
 
     def update(self, *args, **kwargs):
         raise RuntimeError("this mapping is locked")
-
-
-class Checked(Frozen):
-    """Takes certain values only."""
-
-    def __init__(self, data, *, error=None):
-        if error is None and any(isinstance(value, torch.Tensor) and value.sum() for value in data.values()):
-            raise ValueError("values must be zero")
-        super().__init__(data)
 
 
 def labelled(data):
@@ -222,10 +189,7 @@ MAPPINGS = {
     "UserDict": (UserDict, UserDict),
     "dict": (labelled, Labelled),
     "proxy": (MappingProxyType, MappingProxyType),
-    "frozen": (Frozen, Frozen),
     "locked": (Locked, dict),
-    "checked": (lambda data: Checked(data, error="none"), dict),
-    "particular": (lambda data: Particular(of=data), dict),
 }
 
 

@@ -25,19 +25,6 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_a_step_clears_the_gradients_it_used():
-    model = Toy(tied=False)
-    eps = attach_l2l(model, config_for(model))
-    used = [*model.embed.parameters(), *model.blocks.parameters()]
-    optimizer = eps.wrap(torch.optim.AdamW(used, lr=0.1))
-    train_once(model, batch_for(model, masked=False))
-    before = weights_of(model)
-    optimizer.step()
-    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters() if "head" not in name)
-    assert all(p.grad is None for p in used)
-    assert all(p.grad is not None for p in model.head.parameters())  # of another optimizer
-
-
 # ---- several optimizers
 
 

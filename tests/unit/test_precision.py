@@ -1,9 +1,11 @@
-"""What is on the device in which dtype, for real architectures, and models that are loaded or saved in 16 bits."""
+"""What is on the device in which dtype, models that are loaded or saved in 16 bits, and the loss scale."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from torch import nn
 from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
+from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
-from models import batch_for, bert, gpt2, t5, vit
+from models import batch_for, bert, gpt2, t5, train_once, vit
 from tiers import more
 
 DTYPES = (torch.bfloat16, *more(torch.float16))
@@ -52,15 +55,17 @@ def test_modules_that_declare_it_stay_fp32():
     assert {name.rpartition(".")[2] for name, dtype in seen.dtypes.items() if dtype == torch.float32} == {"LayerNorm"}
 
 
-def test_heads_return_fp32_while_attached():
+def test_heads_return_fp32_while_attached_and_copies_have_no_graph():
     model = gpt2()
-    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
     with torch.no_grad():
         assert model(**batch_for(model)).logits.dtype == torch.float32
         # Outputs of the engine are fp32, for any further computation.
         assert model.transformer(batch_for(model)["input_ids"]).last_hidden_state.dtype == torch.float32
         for copied in (copy.deepcopy(model).bfloat16(), copy_as(model, torch.bfloat16)):
             assert copied(batch_for(model)["input_ids"]).logits.dtype == torch.bfloat16
+    train_once(model, batch_for(model))
+    assert eps.copies.kept and not any(copied.requires_grad for copied in eps.copies.kept)
     detach_l2l(model)
     assert all(not m._forward_hooks for m in model.modules())
 
@@ -101,12 +106,21 @@ def test_embeddings_that_are_given_get_gradients():
 # ---- devices
 
 
-class Emulates:
-    """A device module that says of itself what CUDA says of a T4."""
+class TwoGpus:
+    """A device module of two GPUs: the first is the current one, and the second emulates bfloat16, as a T4 does."""
 
-    @staticmethod
-    def is_bf16_supported(including_emulation: bool = True) -> bool:
-        return including_emulation
+    current = 0
+
+    @classmethod
+    @contextmanager
+    def device(cls, device: torch.device) -> Iterator[None]:
+        before, cls.current = cls.current, device.index
+        yield
+        cls.current = before
+
+    @classmethod
+    def is_bf16_supported(cls, including_emulation: bool = True) -> bool:
+        return including_emulation or cls.current == 0
 
 
 class Lacks:
@@ -115,15 +129,17 @@ class Lacks:
         return False
 
 
-@pytest.mark.parametrize("module", [Emulates, *more(Lacks)])
-def test_a_device_without_bf16_is_told_to_use_fp16(monkeypatch, module):
-    monkeypatch.setattr(stream, "device_module", lambda device: module)
-    device = torch.device("cpu")
-    with pytest.raises(ValueError, match=r"cmp='bf16' needs a device that computes in bfloat16 .* use cmp='fp16'"):
-        computing_dtype("bf16", device)
-    assert computing_dtype("auto", device) is computing_dtype("fp16", device) is torch.float16
+def test_a_device_without_bf16_is_told_to_use_fp16(monkeypatch):
+    """The execution device is asked, and not the current one."""
+    monkeypatch.setattr(stream, "device_module", lambda device: TwoGpus)
+    first, second = (torch.device("cuda", index) for index in range(2))
+    assert computing_dtype("auto", first) is torch.bfloat16
+    assert computing_dtype("auto", second) is computing_dtype("fp16", second) is torch.float16
+    with pytest.raises(ValueError, match=r"got cuda:1, which lacks"):
+        computing_dtype("bf16", second)
+    monkeypatch.setattr(stream, "device_module", lambda device: Lacks)
     model = bert().bfloat16()
-    with pytest.raises(ValueError, match="cmp='bf16'"):
+    with pytest.raises(ValueError, match=r"cmp='bf16' needs a device that computes in bfloat16 .* use cmp='fp16'"):
         attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
     with pytest.raises(ValueError, match="eps_update='eager'"):
         attach_l2l(model, L2LConfig(device="cpu", cmp="auto", eps_update="eager"))
@@ -296,3 +312,51 @@ def test_only_the_last_part_of_a_head_returns_fp32():
     assert not model.lm_head._forward_hooks and model.decoder._forward_hooks
     for handle in heads:
         handle.remove()
+
+
+# ---- the loss scale
+
+
+def test_it_is_never_0_and_may_be_fixed():
+    scale = LossScale(initial=16.0, growth=2.0, backoff=0.25, interval=2)
+    for _ in range(300):
+        scale.vote(finite=False)
+    assert 0.0 < scale.value < 1e-29 and scale.get_scale() == scale.value and scale.is_enabled()
+    fixed = LossScale(initial=1.0, growth=1.0, backoff=1.0)
+    assert not fixed.is_dynamic and not fixed.vote(finite=False) and (fixed.value, fixed.skipped) == (1.0, 1)
+
+
+def test_the_policy_is_that_of_torch_and_so_is_the_state():
+    """Which a run may be given that scales by a number of its own, or by nothing."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
+    ours = LossScale(8.0, 3.0, 0.25, 2)
+    p = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    for finite in (True, True, False, True, False, False, True, True, True, True, True):
+        theirs.scale(p.sum() * (1.0 if finite else float("inf"))).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert ours.vote(finite=finite) is finite and ours.value == theirs.get_scale()
+    state = ours.state_dict()
+    assert ours.skipped == 3
+    other, fixed = LossScale(8.0, 3.0, 0.25, 2), LossScale(1.0, growth=1.0, backoff=1.0)
+    other.load_state_dict(state)
+    assert other.state_dict() == state and (other.value, other.skipped) == (theirs.get_scale(), 3)
+    other.load_state_dict(theirs.state_dict())
+    assert (other.value, other.steps, other.skipped) == (theirs.get_scale(), ours.steps, 0)
+    other.vote(finite=False)
+    theirs.load_state_dict(other.state_dict())
+    assert theirs.get_scale() == other.value
+    fixed.load_state_dict(state)
+    assert (fixed.value, fixed.skipped, fixed.is_dynamic) == (1.0, 3, False)
+
+
+def test_gradients_of_outputs_are_multiplied_by_the_factor_of_the_backward():
+    x, factor = torch.ones(2, requires_grad=True), [2.0]
+    found = with_gradients_times(lambda: factor[0], {"loss": x.sum(), "ids": torch.ones(2, dtype=torch.long)})
+    factor[0] = 8.0
+    found["loss"].backward()
+    assert x.grad.tolist() == [8.0, 8.0] and not found["ids"].requires_grad
+    with torch.no_grad():
+        assert with_gradients_times(lambda: 2.0, x) is x

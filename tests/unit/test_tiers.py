@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,15 +53,8 @@ def choice(of: Tiers, needed: float) -> str:
     return of.tier_of(of_bytes(needed // 10))
 
 
-def test_the_first_tier_that_the_stash_fits(apart, made):
-    """An eighth of the device, three quarters of the host."""
-    of = made()
-    sizes = (GIB, 1.01 * GIB, 30 * GIB, 30.01 * GIB)
-    assert [choice(of, size) for size in sizes] == ["device", "host", "host", "disk"]
-
-
 def test_each_of_several_devices_takes_the_inputs_of_its_own_layers(apart, made):
-    """Of 10 layers, one of 4 devices has at most 3."""
+    """Of 10 layers, one of 4 devices has at most 3; an eighth of the device, three quarters of the host."""
     of = made(devices=4)
     sizes = (10 / 3 * GIB, 3.35 * GIB, 30 * GIB, 30.01 * GIB)
     assert [choice(of, size) for size in sizes] == ["device", "host", "host", "disk"]
@@ -112,15 +104,6 @@ def test_the_first_layer_input_decides_for_a_forward(apart, made):
 def test_where_memory_is_shared_only_a_file_is_another_place(made):
     assert [choice(made(stash), 99 * GIB) for stash in ("device", "host", "auto", "disk")] == ["device"] * 3 + ["disk"]
     assert made().file is None
-
-
-def test_the_choice_is_logged_once_and_when_it_changes(apart, made, caplog):
-    of = made()
-    with caplog.at_level(logging.DEBUG, "hf_l2l"):
-        for size in (GIB, GIB, 2 * GIB, 31 * GIB, 32 * GIB, GIB):
-            choice(of, size)
-    where = [message.rpartition("they are kept ")[2] for message in caplog.messages]
-    assert where == ["on the device", "in host memory", "on disk", "on the device"]
 
 
 # ---- when rows are there
