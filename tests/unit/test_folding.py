@@ -131,6 +131,15 @@ def test_steps_that_cannot_be_compared_are_followed_by_some_that_can(tmp_path):
     assert_folded(folded, apart)
 
 
+def test_the_last_step_of_an_epoch_may_have_fewer_batches_and_rows(tmp_path):
+    folded, apart = pair(tmp_path, data=ragged(2 * 7), max_steps=-1, num_train_epochs=2)
+    seen = forwards(folded)
+    assert told(folded)
+    assert sum(seen) == 2 * 14 + 16, "every row in both epochs, and the first step twice more"
+    assert folded.state.global_step == apart.state.global_step == 4
+    assert_folded(folded, apart)
+
+
 def test_data_that_ends_within_a_step_leave_their_gradients_to_the_next_epoch(tmp_path):
     folded, apart = pair(tmp_path, data=Streamed(ragged(2 * 6)))
     train(folded)

@@ -1,5 +1,4 @@
-"""The optimizers of a program: wrapped and otherwise its own; replaced, taken in turns, stepped with closures and
-hooks; and those that are refused."""
+"""The optimizers of a program: replaced, taken in turns, stepped with closures; and those that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device executes, and what is asked of its module: points and waits, page-locking, generators."""
+"""Which device executes, and what is asked of its module: page-locking, generators, waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The background threads: order, modes of their submitter, failures, their end."""
+"""The background threads: modes of their submitter, failures, their end."""
 
 from __future__ import annotations
 
