@@ -384,7 +384,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
     return [order[start:end] for start, end in zip([0, *cuts], [*cuts, len(order)], strict=True)]
 
 
-@settings(max_examples=times(8, 30), deadline=None)
+@settings(max_examples=times(4, 16), deadline=None)
 @given(
     having=st.lists(st.sets(st.integers(0, len(SHAPES) - 1)), min_size=STEPS, max_size=STEPS),
     parts=st.lists(partitions(), min_size=STEPS, max_size=STEPS),
