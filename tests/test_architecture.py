@@ -12,8 +12,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_l2l"
 
@@ -91,15 +89,19 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 
 
+@cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def found_in(files: Iterable[Path], check: Callable[[Path], Collection[Any]]) -> dict[str, Collection[Any]]:
-    """File -> what `check` finds there, of those where it finds something. One test for all files: a test for each
-    takes longer to call than to run."""
+    """File -> what `check` finds there, of those where it finds something."""
     return {named(file): found for file in files if (found := check(file))}
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
     """Every module that is imported, wherever in the file; what a `from` import names counts as a module."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -128,14 +130,13 @@ def floor_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def test_everything_has_a_floor():
+def test_everything_has_a_floor_is_installed_and_says_what_lives_there():
     top = {f.stem for f in PACKAGE.glob("*.py")} - {"__init__", "__main__", *SHIMS}
     assert top | {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == {*FLOORS, *APART}
-
-
-def test_every_folder_is_installed():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert sorted(listed) == sorted(".".join(f.parent.relative_to(ROOT).parts) for f in PACKAGE.rglob("__init__.py"))
+    for folder in (PACKAGE / floor for floor in FLOORS if (PACKAGE / floor).is_dir()):
+        assert len((ast.get_docstring(tree_of(folder / "__init__.py")) or "").split()) >= 15, folder
 
 
 def test_imports_go_down_only():
@@ -151,30 +152,18 @@ def test_files_import_each_other_in_no_circle():
     TopologicalSorter(graph).prepare()  # raises where there is a circle
 
 
-def test_third_party_imports():
+def test_imports_from_outside():
     assert found_in(ENGINE, lambda file: third_party(tree_of(file)) - FLOORS[floor_of(file)]) == {}
-
-
-@pytest.mark.parametrize("folder", [floor for floor in FLOORS if (PACKAGE / floor).is_dir()])
-def test_folders_say_what_lives_there(folder):
-    told = ast.get_docstring(tree_of(PACKAGE / folder / "__init__.py"))
-    assert told is not None and len(told.split()) >= 15
-
-
-@pytest.mark.parametrize("name", SHIMS)
-def test_paths_in_pickles_stay(name):
-    tree = tree_of(PACKAGE / f"{name}.py")
-    kinds = [type(statement).__name__ for statement in tree.body]
-    assert own_imports(tree) == {"hf"} and set(kinds) == {"Expr", "ImportFrom", "Assign"}  # and nothing is defined
-
-
-def test_testing_imports_nothing_else_of_the_package():
-    assert found_in((PACKAGE / "testing").glob("*.py"), lambda file: own_imports(tree_of(file)) - {"testing"}) == {}
-
-
-def test_demo_imports_the_standard_library_only():
-    demo = sorted((PACKAGE / "demo").glob("*.py"))
+    testing, demo = (sorted((PACKAGE / folder).glob("*.py")) for folder in APART)
+    assert testing and found_in(testing, lambda file: own_imports(tree_of(file)) - {"testing"}) == {}
     assert demo and found_in(demo, lambda file: own_imports(tree_of(file)) | third_party(tree_of(file))) == {}
+
+
+def test_paths_in_pickles_stay():
+    for name in SHIMS:
+        tree = tree_of(PACKAGE / f"{name}.py")
+        kinds = {type(statement).__name__ for statement in tree.body}
+        assert own_imports(tree) == {"hf"} and kinds == {"Expr", "ImportFrom", "Assign"}, "and nothing is defined"
 
 
 def dotted(node: ast.AST) -> str:
@@ -192,10 +181,10 @@ def targets_of(node: ast.AST) -> list[ast.AST]:
 
 def data_assignments(tree: ast.AST) -> list[int]:
     """Lines that write through `.data`, which autograd does not see."""
-    found = [n for n in ast.walk(tree) for t in targets_of(n) if isinstance(t, ast.Attribute) and t.attr == "data"]
+    found = [n for n in nodes_of(tree) for t in targets_of(n) if isinstance(t, ast.Attribute) and t.attr == "data"]
     in_place = [
         n
-        for n in ast.walk(tree)
+        for n in nodes_of(tree)
         if isinstance(n, ast.Call)
         and isinstance(n.func, ast.Attribute)
         and n.func.attr.endswith("_")
@@ -207,7 +196,7 @@ def data_assignments(tree: ast.AST) -> list[int]:
 
 def unsafe_loads(tree: ast.AST) -> list[int]:
     """Lines that may run code which is stored in a file."""
-    loads = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and dotted(n.func) == "torch.load"]
+    loads = [n for n in nodes_of(tree) if isinstance(n, ast.Call) and dotted(n.func) == "torch.load"]
     safe = [
         n
         for n in loads
@@ -217,7 +206,7 @@ def unsafe_loads(tree: ast.AST) -> list[int]:
     pickles = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
     importing = [
         n
-        for n in ast.walk(tree)
+        for n in nodes_of(tree)
         if isinstance(n, ast.Import | ast.ImportFrom) and {name.split(".")[0] for name in imports_of(n)} & pickles
     ]
     return [n.lineno for n in loads if n not in safe] + [n.lineno for n in importing]
@@ -233,7 +222,7 @@ def broad_handlers(tree: ast.AST) -> list[int]:
 
     return [
         n.lineno
-        for n in ast.walk(tree)
+        for n in nodes_of(tree)
         if isinstance(n, ast.ExceptHandler) and (n.type is None or {dotted(kind) for kind in caught(n)} & broad)
     ]
 
@@ -256,17 +245,11 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_habits(check):
-    assert found_in(FILES, lambda file: CHECKS[check](tree_of(file))) == {}
-
-
-def test_no_file_is_long():
-    assert found_in(FILES, lambda file: file.read_text().splitlines()[MAX_LINES:]) == {}
-
-
-def test_what_is_public_has_a_docstring():
-    assert found_in(FILES, lambda file: undocumented(tree_of(file))) == {}
+def test_habits():
+    for name, check in CHECKS.items():
+        assert found_in(FILES, lambda file, check=check: check(tree_of(file))) == {}, name
+    assert found_in(FILES, lambda file: file.read_text().splitlines()[MAX_LINES:]) == {}, "no file is long"
+    assert found_in(FILES, lambda file: undocumented(tree_of(file))) == {}, "what is public has a docstring"
 
 
 def modules_of_tests(tree: ast.AST) -> set[str]:
@@ -290,87 +273,70 @@ def test_no_path_leads_out_of_the_project():
 # ---- the checks find what they look for
 
 
-@pytest.mark.parametrize(
-    ("check", "source"),
-    [
-        ("data assignment", "p.data = q"),
-        ("data assignment", "p.data += q"),
-        ("data assignment", "a, p.data = 1, 2"),
-        ("data assignment", "p.data[0] = q"),
-        ("data assignment", "p.data.copy_(q)"),
-        ("unsafe load", "torch.load(f)"),
-        ("unsafe load", "torch.load(f, weights_only=False)"),
-        ("unsafe load", "def f():\n    import pickle"),
-        ("unsafe load", "from pickle import loads"),
-        ("broad handler", "try:\n    pass\nexcept:\n    pass"),
-        ("broad handler", "try:\n    pass\nexcept Exception as error:\n    raise"),
-        ("broad handler", "try:\n    pass\nexcept (KeyError, BaseException):\n    pass"),
+FOUND = {
+    "data assignment": [
+        "p.data = q",
+        "p.data += q",
+        "a, p.data = 1, 2",
+        "p.data[0] = q",
+        "p.data.copy_(q)",
     ],
-)
-def test_checks_find(check, source):
-    assert len(CHECKS[check](ast.parse(source))) == 1
-
-
-@pytest.mark.parametrize(
-    ("check", "source"),
-    [
-        ("data assignment", "q = p.data"),
-        ("unsafe load", "torch.load(f, weights_only=True)"),
-        ("broad handler", "try:\n    pass\nexcept (KeyError, ValueError):\n    pass"),
+    "unsafe load": [
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "def f():\n    import pickle",
+        "from pickle import loads",
     ],
-)
-def test_checks_let_pass(check, source):
-    assert CHECKS[check](ast.parse(source)) == []
-
-
-@pytest.mark.parametrize(
-    ("floor", "source", "forbidden"),
-    [
-        ("eps", "from hf_l2l.engine.relay import Relay", {"engine"}),
-        ("eps", "from hf_l2l import engine, runtime", {"engine"}),
-        ("eps", "import hf_l2l.hf.trainer", {"hf"}),
-        ("eps", "import hf_l2l", {"hf_l2l"}),
-        ("eps", "from hf_l2l.eps.pending import hold", set()),
-        ("engine", "def f():\n    from hf_l2l.hf.attach import attach_l2l", {"hf"}),
-        ("engine", "from hf_l2l.testing import sim_device", {"testing"}),
-        ("hf", "from hf_l2l.hooks import attach_l2l", {"hooks"}),
-        ("cli", "import hf_l2l\nfrom hf_l2l.testing import sim_device", set()),
-        ("glue", "from hf_l2l.demo import demo_files", {"demo"}),
+    "broad handler": [
+        "try:\n    pass\nexcept:\n    pass",
+        "try:\n    pass\nexcept Exception as error:\n    raise",
+        "try:\n    pass\nexcept (KeyError, BaseException):\n    pass",
     ],
-)
-def test_arrows_up_are_found(floor, source, forbidden):
-    assert forbidden_imports(floor, ast.parse(source)) == forbidden
+}
+LET_PASS = {
+    "data assignment": "q = p.data",
+    "unsafe load": "torch.load(f, weights_only=True)",
+    "broad handler": "try:\n    pass\nexcept (KeyError, ValueError):\n    pass",
+}
 
 
-@pytest.mark.parametrize("source", ["from tests.stash.test_cmp import made", "import test_cmp", "from tests import x"])
-def test_imports_of_tests_are_found(source):
-    assert len(modules_of_tests(ast.parse(source))) == 1
-    assert modules_of_tests(ast.parse("from models import bert\nimport pytest")) == set()
-
-
-def test_third_party_names_are_found():
-    assert third_party(ast.parse("import os, torch.nn\nfrom transformers.utils import logging")) == {
-        "torch",
-        "transformers",
-    }
-
-
-def test_missing_docstrings_are_found():
+def test_checks_find():
+    for name, check in CHECKS.items():
+        assert [len(check(ast.parse(source))) for source in FOUND[name]] == [1] * len(FOUND[name]), name
+        assert check(ast.parse(LET_PASS[name])) == [], name
     source = 'class Public: ...\nclass _Private: ...\ndef function(): ...\ndef told():\n    """So."""'
     assert undocumented(ast.parse(source)) == ["the module", "Public", "function"]
-
-
-@pytest.mark.parametrize(
-    ("text", "leads"),
-    [
+    for source in ("from tests.stash.test_cmp import made", "import test_cmp", "from tests import x"):
+        assert len(modules_of_tests(ast.parse(source))) == 1
+    assert modules_of_tests(ast.parse("from models import bert\nimport pytest")) == set()
+    for text, leads in (
         ("open('/wor" + "k/file')", True),
         ("see ../shar" + "ed/file", True),
         ("the /workers", False),
         ("a/work/", False),
-    ],
-)
-def test_paths_are_found(text, leads):
-    assert bool(OUTSIDE.findall(text)) == leads
+    ):
+        assert bool(OUTSIDE.findall(text)) == leads, text
+
+
+ARROWS: list[tuple[str, str, set[str]]] = [
+    ("eps", "from hf_l2l.engine.relay import Relay", {"engine"}),
+    ("eps", "from hf_l2l import engine, runtime", {"engine"}),
+    ("eps", "import hf_l2l.hf.trainer", {"hf"}),
+    ("eps", "import hf_l2l", {"hf_l2l"}),
+    ("eps", "from hf_l2l.eps.pending import hold", set()),
+    ("engine", "def f():\n    from hf_l2l.hf.attach import attach_l2l", {"hf"}),
+    ("engine", "from hf_l2l.testing import sim_device", {"testing"}),
+    ("hf", "from hf_l2l.hooks import attach_l2l", {"hooks"}),
+    ("cli", "import hf_l2l\nfrom hf_l2l.testing import sim_device", set()),
+    ("glue", "from hf_l2l.demo import demo_files", {"demo"}),
+]
+
+
+def test_arrows_up_are_found():
+    for floor, source, forbidden in ARROWS:
+        assert forbidden_imports(floor, ast.parse(source)) == forbidden, source
+    tree = ast.parse("import os, torch.nn\nfrom transformers.utils import logging")
+    assert third_party(tree) == {"torch", "transformers"}
 
 
 PRIVATE = (
@@ -391,9 +357,6 @@ PRIVATE = (
 def test_private_names_of_libraries_are_in_one_file():
     others = [file for file in ENGINE if file.stem != "compat"]
     assert found_in(others, lambda file: [name for name in PRIVATE if name in file.read_text()]) == {}
-
-
-def test_the_file_of_private_names_says_what_replaces_each():
     text = (PACKAGE / "compat.py").read_text()
     assert all(name.removeprefix("torch.") in text for name in PRIVATE) and "2.11 to 2.13" in text
 
@@ -443,7 +406,7 @@ def private_names(tree: ast.AST, *, of_self: bool = False) -> set[str]:
     """Names with one underscore that are defined: functions, classes, variables and attributes, those of `self` alone
     with `of_self`."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -465,9 +428,9 @@ def private_uses(tree: ast.AST, theirs: Collection[str]) -> list[str]:
     that are among the private names `theirs`. Names that the file defines are its own, but not those of `super()`, or
     of another object."""
     own = private_names(tree, of_self=True)
-    texts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    texts = {id(part) for node in nodes_of(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     found: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute):
             found += [node.attr] if node.attr not in own or dotted(node.value) not in ("self", "cls") else []
         elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "hf_l2l":
@@ -489,24 +452,24 @@ def test_no_name_of_libraries_is_listed_in_vain():
     assert OF_LIBRARIES - (defined & used) == set()
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("x._steps", ["_steps"]),
-        ("x._steps = 1", ["_steps"]),
-        ("x.y._steps()", ["_steps"]),
-        ("from hf_l2l.eps import _steps", ["_steps"]),
-        ("patch.setattr(x, '_steps', None)", ["_steps"]),
-        ("with_methods(x, _steps=None)", ["_steps"]),
-        ("patch.setattr('hf_l2l.eps.server._steps', None)", ["_steps"]),
-        ("class A(B):\n    def _steps(self):\n        super()._steps()", ["_steps"]),
-        ("class A:\n    def f(self):\n        self._steps = 1\n        return self._steps", []),
-        ("def _steps(): ...\n_steps()", []),
-        ("x._version, x.__dict__, f'{y}_steps', 'of _steps'", []),
-    ],
-)
-def test_private_uses_are_found(source, found):
-    assert private_uses(ast.parse(source), {"_steps"}) == found
+USES = {
+    "x._steps": ["_steps"],
+    "x._steps = 1": ["_steps"],
+    "x.y._steps()": ["_steps"],
+    "from hf_l2l.eps import _steps": ["_steps"],
+    "patch.setattr(x, '_steps', None)": ["_steps"],
+    "with_methods(x, _steps=None)": ["_steps"],
+    "patch.setattr('hf_l2l.eps.server._steps', None)": ["_steps"],
+    "class A(B):\n    def _steps(self):\n        super()._steps()": ["_steps"],
+    "class A:\n    def f(self):\n        self._steps = 1\n        return self._steps": [],
+    "def _steps(): ...\n_steps()": [],
+    "x._version, x.__dict__, f'{y}_steps', 'of _steps'": [],
+}
+
+
+def test_private_uses_are_found():
+    for source, found in USES.items():
+        assert private_uses(ast.parse(source), {"_steps"}) == found, source
 
 
 BESIDE = {
@@ -517,7 +480,7 @@ BESIDE = {
     "engine": "by_rows relay shell splitting",
     "eps": "gradients host_memory masters pending updates weight_copies",
     "logits": "chunks deferred recorded",
-    "model": "batch_dims captured_outputs container_writes layer_state precision quantized stacks units",
+    "model": "batch_dims captured_outputs layer_state precision quantized stacks units",
     "optim": "bf16_state layerwise_check layerwise_step loss_scale rows_step",
     "ranks": "counterparts meeting messages owners peers shared_pages team watch",
     "rows": "functions host_rows row_modules weight_sums",
@@ -578,15 +541,12 @@ def test_tests_import_the_modules_that_are_listed():
     assert all(names.split() == sorted({*names.split()}) for names in BESIDE.values())
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import hf_l2l.eps.masters", {"hf_l2l.eps.masters"}),
-        ("from hf_l2l.eps import masters", {"hf_l2l.eps.masters"}),
-        ("def f():\n    from hf_l2l.eps.masters import Master", {"hf_l2l.eps.masters"}),
-        ("from hf_l2l import compat, attach_l2l, testing", {"hf_l2l.compat"}),
-        ("from hf_l2l.testing import Costs\nimport torch", set()),
-    ],
-)
-def test_modules_beside_are_found(source, found):
-    assert modules_beside(ast.parse(source)) == found
+def test_modules_beside_are_found():
+    for source, found in {
+        "import hf_l2l.eps.masters": {"hf_l2l.eps.masters"},
+        "from hf_l2l.eps import masters": {"hf_l2l.eps.masters"},
+        "def f():\n    from hf_l2l.eps.masters import Master": {"hf_l2l.eps.masters"},
+        "from hf_l2l import compat, attach_l2l, testing": {"hf_l2l.compat"},
+        "from hf_l2l.testing import Costs\nimport torch": set(),
+    }.items():
+        assert modules_beside(ast.parse(source)) == found, source

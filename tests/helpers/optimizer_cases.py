@@ -57,7 +57,6 @@ CASES = {
     "sparse adam": make(OPTIM.SparseAdam, lr=0.1),
     "lamb": make(Lamb, lr=0.1),
 }
-STATELESS = "sgd"
 REFUSED = {"adafactor": SHAPES.index((0, 3)), "sparse adam": SHAPES.index(())}
 """Shapes for which whole steps raise."""
 ALL_AT_ONCE = "sgd fused"

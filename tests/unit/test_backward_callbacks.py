@@ -1,15 +1,18 @@
-"""A backward is known from its first node to its end, or to its failure."""
+"""A backward is known from its first node to its end, or to its failure; and one thread at a time runs a model."""
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hf_l2l.runtime.backward_callbacks import Backwards, End, HookErrors
+from memory_switches import forced_copies
+from models import assert_same_bits, attached, batch_for, bert, gradients, train_once
 from other_thread import REFUSAL, in_another_thread
 
 
@@ -59,70 +62,16 @@ def run(*nodes: tuple[Backwards, Any]) -> None:
     x.sum().backward()
 
 
-def test_the_end_is_told_once_however_many_nodes_take_part():
-    of = Heard()
+def test_the_end_is_told_once_and_failures_are_told_to_all():
+    of, other = Heard(), Heard()
     run(*[(of.backwards, lambda: of.heard.append("node"))] * 3)
     assert of.heard == ["node", "node", "node", "end"]
-    run((of.backwards, nothing))
-    assert of.heard[4:] == ["end"]
-
-
-def test_a_failure_of_an_own_node_is_told_before_the_caller_knows():
-    of = Heard()
-    with pytest.raises(KeyError):
-        run((of.backwards, fail), (of.backwards, nothing))
-    assert of.heard == ["failure"]
-    run((of.backwards, nothing))
-    assert of.heard == ["failure", "end"]
-
-
-def test_a_failure_elsewhere_is_told():
-    of, other = Heard(), Heard()
+    del of.heard[:]
     with pytest.raises(KeyError):
         run((other.backwards, fail), (of.backwards, nothing))
-    assert of.heard == other.heard == ["failure"]
-
-
-def test_a_backward_inside_a_backward_ends_by_itself():
-    of = Heard()
-
-    def inner() -> None:
-        with torch.enable_grad():
-            run((of.backwards, nothing))
-        of.heard.append("inner is over")
-
-    run((of.backwards, inner))
-    assert of.heard == ["end", "inner is over", "end"]
-
-
-def test_other_threads_are_refused_while_it_runs_and_those_inside_are_not():
-    of = Heard()
-    refused: list[BaseException] = []
-
-    def work() -> None:
-        of.backwards.refuse_others(own=False)
-        refused.extend(in_another_thread(lambda: of.backwards.refuse_others(own=False)))
-
-    run((of.backwards, work))
-    assert [REFUSAL in str(error) for error in refused] == [True]
-    of.backwards.refuse_others(own=False)
-
-
-def test_the_caller_waits_for_its_own_to_be_given_up(monkeypatch):
-    of = Heard()
-    entered, go = threading.Event(), threading.Event()
-
-    def work() -> None:
-        entered.set()
-        assert go.wait(10)
-
-    thread = threading.Thread(target=lambda: run((of.backwards, work)))
-    thread.start()
-    assert entered.wait(10)
-    threading.Timer(0.05, go.set).start()
-    of.backwards.refuse_others(own=True)
-    thread.join()
-    assert of.heard == ["end"]
+    assert of.heard == other.heard == ["failure"], "before the caller knows"
+    run((of.backwards, nothing))
+    assert of.heard == ["failure", "end"]
 
 
 def test_it_keeps_no_object_alive():
@@ -135,12 +84,13 @@ def test_it_keeps_no_object_alive():
     assert heard == []
 
 
-def test_the_first_error_of_a_hook_is_raised_once():
+@pytest.mark.parametrize("kinds", [(ValueError, KeyError), (KeyError, KeyboardInterrupt, SystemExit)])
+def test_the_first_error_of_hooks_is_raised_once_and_an_interrupt_before_errors(kinds):
     errors = HookErrors()
-    for text in ("first", "second"):
+    for kind in kinds:
         with errors:
-            raise ValueError(text)
-    with pytest.raises(ValueError, match="first"):
+            raise kind
+    with pytest.raises(next((kind for kind in kinds if not issubclass(kind, Exception)), kinds[0])):
         errors.raise_first()
     errors.raise_first()
 
@@ -149,16 +99,6 @@ class Interrupted(Heard):
     def end(self) -> None:
         super().end()
         raise KeyboardInterrupt
-
-
-def test_an_interrupt_is_raised_before_errors():
-    errors = HookErrors()
-    for error in (ValueError(), KeyboardInterrupt(), SystemExit()):
-        with errors:
-            raise error
-    with pytest.raises(KeyboardInterrupt):
-        errors.raise_first()
-    errors.raise_first()
 
 
 def test_an_interrupt_in_a_callback_ends_the_backward_when_all_have_been_called():
@@ -171,25 +111,53 @@ def test_an_interrupt_in_a_callback_ends_the_backward_when_all_have_been_called(
     backwards.errors.raise_first()
 
 
-def test_an_error_at_the_end_is_kept_and_the_others_are_told():
-    of = Heard()
-
-    class Failing:
-        def end(self) -> None:
-            raise ValueError("at the end")
-
-    failing, late = Failing(), Heard()
-    of.backwards.call(at_end=failing.end, at_failure=failing.end)
-    of.backwards.call(at_end=late.end, at_failure=late.failure)
-    run((of.backwards, nothing))
-    assert of.heard == late.heard == ["end"]
-    with pytest.raises(ValueError, match="at the end"):
-        of.backwards.errors.raise_first()
-
-
 def test_what_is_over_is_dropped_without_any_code():
     """A Ctrl-C that came during a backward is raised in the first Python code after it; a destructor swallows it."""
     end = End(Backwards(), 1)
     assert weakref.getweakrefcount(end) == 1, "of who is told when it is dropped"
     end()
     assert weakref.getweakrefcount(end) == 0 and not hasattr(type(end), "__del__")
+
+
+# ---- one thread at a time
+
+
+def call_inside(model: nn.Module, module: nn.Module, work: Callable[[], object]) -> list[BaseException]:
+    """Train `model` once; while it is inside `module`, `work` runs in another thread."""
+    raised: list[BaseException] = []
+    done = []
+
+    def hook(*args: Any) -> None:
+        if not done:
+            done.append(True)
+            raised.extend(in_another_thread(work))
+
+    with module.register_forward_pre_hook(hook):
+        train_once(model, batch_for(model))
+    assert done
+    return raised
+
+
+def test_a_call_from_another_thread_is_refused_and_threads_may_take_turns():
+    model = attached(bert())
+    batch = batch_for(model)
+    train_once(model, batch)
+    expected = gradients(model)
+    layers = model.bert.encoder.layer
+    for inside in (model.bert.embeddings, layers[0].output):
+        for work in (lambda: model(**batch), lambda: layers[1](torch.randn(2, 4, 16))):
+            model.zero_grad()
+            [error] = call_inside(model, inside, work)
+            assert REFUSAL in str(error)
+            assert_same_bits(gradients(model), expected)
+    model.zero_grad()
+    assert in_another_thread(lambda: train_once(model, batch)) == []
+    assert_same_bits(gradients(model), expected)
+
+
+def test_a_backward_in_another_thread_is_refused_while_a_layer_runs():
+    model = attached(bert())
+    loss = model.train()(**batch_for(model)).loss
+    with forced_copies():
+        [error] = call_inside(model, model.bert.encoder.layer[0].output, loss.backward)
+    assert REFUSAL in str(error)

@@ -1,4 +1,4 @@
-"""When accumulated batches are folded: what is compared with batch by batch, and steps that end early."""
+"""Accumulated batches as one: what is padded and what is not merged; what is compared, and steps that end early."""
 
 from __future__ import annotations
 
@@ -8,35 +8,115 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import accumulated
-from accumulated import forwards, padded, ragged, tiny_llama, train
+from accumulated import PAD, forwards, padded, ragged, tiny_llama, train
 from folded import EAGER, ONE_STEP, OutOfRoom, assert_folded, pair, told
+from hf_l2l.accumulation.merging import CannotMerge, merge
 from plain import Streamed
 from runs import assert_same_run
-from tiers import more, nightly
+
+IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
+LONGER = torch.tensor([[4, 5, 6, 7]])
+
+TOKENS = st.lists(st.integers(1, 50), min_size=1, max_size=7)
+BATCHES = st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("side", ["left", *more("right")])
-def test_the_first_step_and_the_first_that_is_padded_are_compared_with_batch_by_batch(tmp_path, side):
-    data = [*ragged(8, longest=5, shortest=5), *ragged(16)]
-    of_trainer = {"data_collator": lambda rows: padded(rows, side)}
-    folded, apart = pair(tmp_path, data=data, train_sampling_strategy="sequential", of_trainer=of_trainer)
-    seen = forwards(folded)
-    assert told(folded)
-    assert seen == [*ONE_STEP, 8, 8] + [*ONE_STEP, 8, 8] + [8]
-    assert_folded(folded, apart)
+def batch_of(rows: list[list[int]], side: str) -> dict[str, torch.Tensor]:
+    return padded([{"input_ids": ids, "labels": [-100] + ids[1:]} for ids in rows], side)
 
 
-@pytest.mark.parametrize("count", [2 * 11, *more(2 * 12 + 1, 2 * 9)])
-def test_the_last_step_of_an_epoch_may_have_fewer_batches_and_rows(tmp_path, count):
-    folded, apart = pair(tmp_path, data=ragged(count), max_steps=-1, num_train_epochs=2)
-    seen = forwards(folded)
-    assert told(folded)
-    assert sum(seen) == 2 * count + 16, "every row in both epochs, and the first step twice more"
-    assert folded.state.global_step == apart.state.global_step == 2 * -(-count // 8)
-    assert_folded(folded, apart)
+@given(BATCHES, st.sampled_from(["left", "right"]))
+def test_rows_are_what_they_were_and_then_padding(rows, side):
+    batches = [batch_of(each, side) for each in rows]
+    copies = [{name: value.clone() for name, value in batch.items()} for batch in batches]
+    found = merge(batches, PAD)
+    assert found.rows == tuple(map(len, rows))
+    widths = [batch["input_ids"].shape[1] for batch in batches]
+    assert found.is_padded == (len(set(widths)) > 1)
+    parts = {name: value.split(found.rows) for name, value in found.inputs.items()}
+    for number, (batch, width) in enumerate(zip(batches, widths, strict=True)):
+        for name, value in batch.items():
+            part = parts[name][number]
+            assert part.dtype == value.dtype
+            assert torch.equal(part[:, :width], value)
+            assert part[:, width:].eq({"input_ids": PAD, "attention_mask": 0, "labels": -100}[name]).all()
+            assert torch.equal(value, copies[number][name])
+
+
+def test_known_inputs_are_padded_and_a_decoder_has_lengths_of_its_own():
+    masks = [torch.ones_like(IDS), torch.ones_like(LONGER)]
+    for name in ("token_type_ids", "position_ids", "decoder_attention_mask", "shift_labels"):
+        batches = [{"attention_mask": mask, name: ids} for mask, ids in zip(masks, (IDS, LONGER), strict=True)]
+        found = merge(batches, None)
+        assert found.inputs[name][:2, 3].tolist() == 2 * [-100 if "labels" in name else 0], name
+        assert torch.equal(found.inputs[name][2:], LONGER)
+        assert found.inputs["attention_mask"].sum() == 10
+    one = {"input_ids": IDS, "attention_mask": masks[0], "labels": LONGER.repeat(2, 1)}
+    two = {"input_ids": LONGER, "attention_mask": masks[1], "labels": IDS[:1]}
+    found = merge([one, two], PAD)
+    assert found.inputs["input_ids"].shape == found.inputs["labels"].shape == (3, 4)
+    assert found.inputs["labels"][2].tolist() == [4, 5, 6, -100]
+
+
+def test_values_without_rows_are_those_of_all_batches():
+    batches = [{"input_ids": IDS, "return_loss": True, "extra": None, "kind": "a"} for _ in range(2)]
+    found = merge(batches, None)
+    assert (found.inputs["return_loss"], found.inputs["extra"], found.inputs["kind"]) == (True, None, "a")
+    assert found.rows == (2, 2) and not found.is_padded
+
+
+MASKS = {"attention_mask": torch.ones_like(IDS)}, {"attention_mask": torch.ones_like(LONGER)}
+
+REFUSED = {
+    "lists": ([[1, 2], [3]], "a batch is a list, and no dict of tensors"),
+    "other keys": ([{"input_ids": IDS}, {"input_ids": IDS, "labels": IDS}], "its batches have different inputs"),
+    "packed": (
+        [{"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 2, 3])}] * 2,
+        "its batches are sequences packed into one row",
+    ),
+    "positions": ([{"input_ids": IDS, "position_ids": IDS}] * 2, "position_ids without an attention_mask"),
+    "no rows": ([{"input_ids": IDS, "scale": torch.tensor(1.0)}] * 2, r"no common number of rows \(input_ids \[2,"),
+    "one row for all": ([{"input_ids": IDS, "bias": IDS[:1]}] * 2, r"no common number of rows .*bias \[1, 3\]"),
+    "no tensors": ([{"return_loss": True}] * 2, r"no common number of rows \(no tensors\)"),
+    "list": ([{"input_ids": IDS, "texts": ["a", "b"]}] * 2, "texts is a list, whose rows are unknown"),
+    "other flags": (
+        [{"input_ids": IDS, "flag": flag} for flag in (True, False)],
+        "flag is a bool, whose rows are unknown",
+    ),
+    "dtypes": ([{"labels": IDS}, {"labels": IDS.float()}], "labels has not the same dtype and device in all batches"),
+    "no mask": ([{"input_ids": IDS}, {"input_ids": LONGER}], "no attention_mask says where they end"),
+    "no padding token": (
+        [{"input_ids": ids, **mask} for ids, mask in zip((IDS, LONGER), MASKS, strict=True)],
+        "no padding token is known",
+    ),
+    "unknown": (
+        [{"weights": ids, **mask} for ids, mask in zip((IDS, LONGER), MASKS, strict=True)],
+        r"weights is \[1, 4\] and \[2, 3\] in its batches, and what it has for padding is unknown",
+    ),
+    "numbers": ([{"labels": IDS.float()}, {"labels": LONGER.float()}], "what it has for padding is unknown"),
+    "image sizes": (
+        [{"pixel_values": torch.zeros(1, 3, size, size)} for size in (4, 8)],
+        "what it has for padding is unknown",
+    ),
+    "four dimensions": (
+        [{"attention_mask": torch.zeros(1, 1, size, size)} for size in (4, 8)],
+        "what it has for padding is unknown",
+    ),
+}
+
+
+def test_what_may_mean_something_else_is_refused():
+    for batches, reason in REFUSED.values():
+        with pytest.raises(CannotMerge, match=reason):
+            merge(batches, None)
+
+
+# ---- trainings whose batches are folded
 
 
 def test_steps_that_cannot_be_compared_are_followed_by_some_that_can(tmp_path):
@@ -51,6 +131,15 @@ def test_steps_that_cannot_be_compared_are_followed_by_some_that_can(tmp_path):
     assert_folded(folded, apart)
 
 
+def test_the_last_step_of_an_epoch_may_have_fewer_batches_and_rows(tmp_path):
+    folded, apart = pair(tmp_path, data=ragged(2 * 7), max_steps=-1, num_train_epochs=2)
+    seen = forwards(folded)
+    assert told(folded)
+    assert sum(seen) == 2 * 14 + 16, "every row in both epochs, and the first step twice more"
+    assert folded.state.global_step == apart.state.global_step == 4
+    assert_folded(folded, apart)
+
+
 def test_data_that_ends_within_a_step_leave_their_gradients_to_the_next_epoch(tmp_path):
     folded, apart = pair(tmp_path, data=Streamed(ragged(2 * 6)))
     train(folded)
@@ -58,36 +147,16 @@ def test_data_that_ends_within_a_step_leave_their_gradients_to_the_next_epoch(tm
     assert_folded(folded, apart)
 
 
-class Counting(nn.Module):
-    """Counts its calls in a buffer, and draws a random number in each."""
+def test_the_comparison_leaves_buffers_as_they_are(tmp_path):
+    def count(module: nn.Module, _: object) -> None:
+        module.calls += 1
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        out: torch.Tensor = self.inner(x)
-        return out
-
-
-def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
-    """Dropout draws in another order, and is compared without; generators and buffers are then as before."""
-
-    def run() -> tuple[hf.Trainer, list[int]]:
-        model = tiny_llama(attention_dropout=0.3)
-        model.model.embed_tokens = Counting(model.model.embed_tokens)
-        made = accumulated.made(tmp_path, model=model)
-        seen = forwards(made)
-        assert told(made)
-        assert model.model.embed_tokens.calls == 3
-        return made, seen
-
-    compared, seen = run()
-    assert seen == [2] + 3 * [8]  # the first batch shows that there is dropout
-    monkeypatch.setattr("hf_l2l.accumulation.folding.disagreement", lambda *_: "")
-    assert_same_run(compared, run()[0])
+    made = accumulated.made(tmp_path)
+    embedding = made.model.model.embed_tokens
+    embedding.register_buffer("calls", torch.zeros(()))
+    embedding.register_forward_pre_hook(count)
+    assert told(made)
+    assert embedding.calls == 3
 
 
 # ---- steps that end early
@@ -112,33 +181,25 @@ def stopping(folder, what: str, step: int = 1, **options: Any) -> hf.Trainer:
     return accumulated.made(folder, of_trainer={"callbacks": [StopInStep(what, step)]}, **options)
 
 
-STOPS = [("training", 0, {}), *more(("epoch", 1, EAGER), ("training", 1, EAGER), ("epoch", 1, {}))]
-
-
-@pytest.mark.parametrize(("what", "step", "mode"), STOPS)
-def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path, what, step, mode):
-    """transformers leaves its gradients: to nobody, or to the next epoch."""
-    options = {"max_steps": -1, "num_train_epochs": 2, "data": ragged(24), **mode}
-    runs = [stopping(tmp_path, what, step, l2l_merge_accumulation=value, **options) for value in ("auto", "off")]
+def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path):
+    """transformers leaves its gradients to nobody where the training is to end."""
+    options = {"max_steps": -1, "num_train_epochs": 2, "data": ragged(24)}
+    runs = [stopping(tmp_path, "training", 0, l2l_merge_accumulation=value, **options) for value in ("auto", "off")]
     for made in runs:
         train(made)
     folded, apart = runs
     assert folded.state.global_step == apart.state.global_step
     assert_folded(folded, apart)
     left = [{n: p.grad for n, p in t.model.named_parameters()} for t in runs]
-    assert (what == "training") == any(g is not None for g in left[1].values())
+    assert any(g is not None for g in left[1].values())
     for name, gradient in left[1].items():
         assert (left[0][name] is None) == (gradient is None)
         assert gradient is None or torch.allclose(left[0][name], gradient, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("what", ["raise", *more("training")])
-def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path, what):
-    made = stopping(tmp_path, what)
-    if what == "raise":
-        with pytest.raises(KeyError):
-            made.train()
-    else:
+def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path):
+    made = stopping(tmp_path, "raise")
+    with pytest.raises(KeyError):
         made.train()
     made.model.load_state_dict(tiny_llama().state_dict())
     made.optimizer = made.lr_scheduler = None
@@ -149,9 +210,9 @@ def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path, what):
     assert_same_run(made, fresh)
 
 
-@nightly
 def test_gradients_of_a_step_that_was_given_up_outlive_the_comparison_of_a_later_one(tmp_path):
-    """The next epoch begins with them, and with the first step whose batches have different lengths."""
+    """The next epoch begins with them, and with the first step whose batches have different lengths, which is compared
+    as the first one is."""
     runs = []
     for value in ("auto", "off"):
         calls = []
@@ -174,12 +235,8 @@ def test_gradients_of_a_step_that_was_given_up_outlive_the_comparison_of_a_later
     assert_folded(*runs)
 
 
-@pytest.mark.parametrize("case", ["eager", *more("gradients of a step that was given up")])
-def test_a_lack_of_room_that_costs_gradients_names_the_remedy(tmp_path, case):
-    if case == "eager":
-        made = accumulated.made(tmp_path, **EAGER)
-    else:
-        made = stopping(tmp_path, "epoch", max_steps=-1, num_train_epochs=2, data=ragged(24))
+def test_a_lack_of_room_that_costs_gradients_names_the_remedy(tmp_path):
+    made = accumulated.made(tmp_path, **EAGER)
     OutOfRoom(made, "backward", 1)
     with pytest.raises(torch.OutOfMemoryError) as error, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import math
@@ -16,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_l2l import Lamb
@@ -86,42 +84,23 @@ def timm_lamb() -> Any:
         return importlib.import_module("timm_optim.lamb").Lamb
 
 
-@pytest.mark.parametrize(
-    ("dtype", "decay", "foreach"),
-    [(torch.float32, 0.01, False), (torch.float64, 1.0, True), (torch.float64, 0.0, False)],
-)
-def test_weights_are_those_of_timm(dtype, decay, foreach):
+def test_weights_are_those_of_timm():
     """Without the clipping that is a part of it, and with ratios for all parameters, as the paper has them."""
     torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((7, 5), (5,), (3, 1, 2))]
+    ours = [torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((7, 5), (5,), (3, 1, 2))]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    same: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": decay}
-    their_lamb = timm_lamb()(theirs, **same, max_grad_norm=None, always_adapt=True, foreach=foreach)
+    same: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 1.0}
+    their_lamb = timm_lamb()(theirs, **same, max_grad_norm=None, always_adapt=True, foreach=True)
     optimizers = (Lamb(ours, **same), their_lamb)
-    for _ in range(50):
+    for _ in range(20):
         for p, q in zip(ours, theirs, strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4 if dtype == torch.float32 else 1e-11, atol=0)
+        torch.testing.assert_close(p, q, rtol=1e-11, atol=0)
     assert why_not_layer_local(their_lamb) == "its step changes its groups"
-
-
-def test_each_tensor_has_its_own_ratio_which_is_one_where_a_norm_is_zero():
-    zero = torch.nn.Parameter(torch.zeros(2))
-    steps(zero, Lamb([zero], lr=0.25, betas=(0.0, 0.0), eps=0.0), [torch.tensor([2.0, -3.0])])
-    assert zero.tolist() == [-0.25, 0.25]
-    still = torch.nn.Parameter(torch.ones(2))
-    steps(still, Lamb([still], lr=0.25, weight_decay=0.0), [torch.zeros(2)])
-    assert still.tolist() == [1, 1]
-    large, small = (torch.nn.Parameter(torch.full((4,), value)) for value in (100.0, 1.0))
-    optimizer = Lamb([large, small], lr=0.1, weight_decay=0.0)
-    large.grad = small.grad = torch.ones(4)
-    optimizer.step()
-    torch.testing.assert_close(large.detach(), torch.full((4,), 90.0))
-    torch.testing.assert_close(small.detach(), torch.full((4,), 0.9))
 
 
 def test_norms_of_16_bit_weights_are_taken_in_float32():
@@ -133,41 +112,14 @@ def test_norms_of_16_bit_weights_are_taken_in_float32():
 # ---- an optimizer like torch's own
 
 
-def test_parameters_without_a_gradient_are_left_alone():
-    used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = Lamb([used, unused])
-    steps(used, optimizer, [torch.ones(2)])
-    assert unused.tolist() == [1, 1] and list(optimizer.state) == [used]
-
-
-def test_groups_have_their_own_hyper_parameters_and_a_scheduler_moves_them():
-    one, two = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = Lamb([{"params": [one]}, {"params": [two], "lr": 0.5}], lr=0.25, weight_decay=0.0)
-    scheduler = LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
-    for _ in range(2):
-        one.grad, two.grad = torch.ones(2), torch.ones(2)
-        optimizer.step()
-        scheduler.step()
-        torch.testing.assert_close(one.detach(), torch.full((2,), 0.75))
-        torch.testing.assert_close(two.detach(), torch.full((2,), 0.5))
-
-
-def test_the_state_is_like_that_of_torchs_adam_and_training_goes_on_from_it():
-    gradients = [torch.randn(3, 2) for _ in range(6)]
-    through = torch.nn.Parameter(torch.randn(3, 2))
-    stopped = copy.deepcopy(through)
-    steps(through, Lamb([through], lr=0.1), gradients)
-    first = Lamb([stopped], lr=0.1)
-    steps(stopped, first, gradients[:3])
-    again = Lamb([stopped], lr=7.0)
-    again.load_state_dict(first.state_dict())
-    steps(stopped, again, gradients[3:])
-    assert torch.equal(through, stopped)
-
-    adam = torch.optim.Adam([stopped])
-    steps(stopped, adam, gradients[:1])
-    [ours], [theirs] = again.state_dict()["state"].values(), adam.state_dict()["state"].values()
-    assert [(k, v.shape, v.dtype) for k, v in ours.items()] == [(k, v.shape, v.dtype) for k, v in theirs.items()]
+def test_the_state_is_like_that_of_torchs_adam():
+    p = torch.nn.Parameter(torch.randn(3, 2))
+    states = []
+    for optimizer in (Lamb([p], lr=0.1), torch.optim.Adam([p])):
+        steps(p, optimizer, [torch.ones(3, 2)])
+        [state] = optimizer.state_dict()["state"].values()
+        states.append([(name, value.shape, value.dtype) for name, value in state.items()])
+    assert states[0] == states[1]
 
 
 def test_a_closure_is_called_with_gradients():
@@ -207,9 +159,8 @@ def test_one_temporary_tensor_at_a_time():
     assert new.count == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_what_is_out_of_range_is_refused():
+    for options in (
         {"lr": -1.0},
         {"lr": math.nan},
         {"lr": torch.ones(2)},
@@ -218,17 +169,12 @@ def test_one_temporary_tensor_at_a_time():
         {"betas": (0.9, 1.0)},
         {"betas": (-0.1, 0.9)},
         {"betas": (0.9,)},
-    ],
-)
-def test_what_is_out_of_range_is_refused(options):
-    [name], p = options, torch.nn.Parameter(torch.ones(2))
-    for make in (
-        lambda: Lamb([p], **options),
-        lambda: Lamb([{"params": [p], **options}]),
-        lambda: Lamb([torch.nn.Parameter(torch.ones(2))]).add_param_group({"params": [p], **options}),
     ):
+        [name], p = options, torch.nn.Parameter(torch.ones(2))
         with pytest.raises(ValueError, match=name):
-            make()
+            Lamb([p], **options)
+        with pytest.raises(ValueError, match=name):
+            Lamb([torch.nn.Parameter(torch.ones(2))]).add_param_group({"params": [p], **options})
 
 
 def test_gradients_that_are_not_dense_and_real_are_refused():

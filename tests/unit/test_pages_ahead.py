@@ -1,19 +1,116 @@
-"""Pages are made present and locked by threads, ahead of their use; the device is a stand-in that only records."""
+"""One piece of memory: where tensors lie in it, and pages that threads make present and lock ahead of their use."""
 
 from __future__ import annotations
 
 import gc
 import mmap
-import sys
 import threading
 from collections.abc import Callable
 from itertools import islice
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from hf_l2l.runtime import flat_memory, stream
-from hf_l2l.runtime.flat_memory import Pages, pages_ahead
+from hf_l2l.runtime.flat_memory import Layout, Pages, elements, is_dense, pages_ahead
+from hf_l2l.runtime.tensors import sharing_memory
+from tiers import times
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+ALIGNED = 256
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Tensors of every dtype, of none up to four dimensions: permuted, with gaps, repeated, empty."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    made = torch.randn(shape, dtype=torch.float64).mul(9).to(draw(st.sampled_from(DTYPES)))
+    made = made.permute(draw(st.permutations(range(len(shape)))))
+    kind = draw(st.sampled_from(["dense", "gaps", "repeated"]))
+    if kind == "gaps" and made.dim():
+        return made[..., ::2]
+    return made.unsqueeze(0).expand(3, *made.shape) if kind == "repeated" else made
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@settings(deadline=None, max_examples=times(30, 300))
+@given(st.lists(tensors(), max_size=6))
+def test_places_are_aligned_and_apart_and_views_keep_what_is_written(given):
+    layout = Layout(given)
+    end = 0
+    for tensor, piece in zip(given, layout.pieces, strict=True):
+        start = piece.start
+        assert piece.stop == start + num_bytes(tensor)
+        assert start % ALIGNED == 0 and end <= start < end + ALIGNED
+        end = start + num_bytes(tensor)
+    assert end <= layout.num_bytes < end + ALIGNED
+    memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    for tensor, view in zip(given, layout.views(memory), strict=True):
+        view.copy_(tensor)
+    for tensor, view in zip(given, layout.views(memory), strict=True):
+        assert view.dtype == tensor.dtype and view.shape == tensor.shape
+        assert torch.equal(view, tensor)
+        assert view.stride() == (tensor.stride() if is_dense(tensor) else tensor.contiguous().stride())
+        assert view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr() or not tensor.numel()
+
+
+@settings(deadline=None, max_examples=times(30, 300))
+@given(tensors())
+def test_dense_is_what_has_as_many_elements_as_places(tensor):
+    reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    places = {0}
+    for n, step in zip(tensor.shape, tensor.stride(), strict=True):
+        places = {place + i * step for place in places for i in range(n)}
+    assert is_dense(tensor) == (tensor.numel() == 0 or len(places) == tensor.numel() == reach)
+
+
+@settings(deadline=None, max_examples=times(30, 300))
+@given(tensors())
+def test_elements_are_those_of_the_memory_in_its_order(tensor):
+    if not is_dense(tensor):
+        with pytest.raises(AssertionError, match="a tensor with gaps"):
+            elements(tensor)
+        return
+    flat = elements(tensor)
+    assert flat.shape == (tensor.numel(),) and flat.data_ptr() == tensor.data_ptr()
+    assert sorted(flat.tolist(), key=str) == sorted(tensor.flatten().tolist(), key=str)
+    like = Layout([tensor]).views(flat.contiguous().view(torch.uint8))[0]
+    assert torch.equal(like, tensor) and like.stride() == tensor.stride()
+
+
+def overlapping(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bytes_of = [{t.data_ptr() + 4 * i for i in range(t.numel())} for t in (one, other)]
+    return bool(bytes_of[0] & bytes_of[1])
+
+
+def test_sharing_is_found_between_any_two_of_many():
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(times(50, 200)):
+        memory = torch.zeros(40)
+        bounds = torch.randint(0, 20, (6, 2), generator=generator).tolist()
+        every = [nn.Parameter(memory[start : start + size]) for start, size in bounds]
+        expected = {a for a in every if any(a is not b and overlapping(a, b) for b in every)}
+        assert sharing_memory(every) == expected
+
+
+# ---- pages ahead; the device is a stand-in that only records
+
 
 DEVICE = torch.device("cuda", 0)
 PAGE = mmap.PAGESIZE
@@ -70,12 +167,6 @@ def test_blocks_come_in_their_order_whichever_is_ready_first(recorder):
     assert all(pages.locked is not None for pages in made)
 
 
-def test_two_blocks_are_locked_at_once(recorder):
-    both = threading.Barrier(2)
-    recorder.locking = lambda num_bytes: both.wait(10)
-    assert len(list(pages_ahead([PAGE] * 6, DEVICE))) == 6
-
-
 def test_all_pages_are_touched_before_the_block_is_locked(recorder, monkeypatch):
     monkeypatch.setattr(flat_memory, "TOUCHED_AT_ONCE", 4 * PAGE)
     sizes = [10 * PAGE + 7, PAGE, 4 * PAGE, 9 * PAGE]
@@ -84,32 +175,6 @@ def test_all_pages_are_touched_before_the_block_is_locked(recorder, monkeypatch)
         mine = [event for event in recorder.events if event[1] == size]
         assert mine[-1][0] == "lock"
         assert sorted(start for _, _, start in mine[:-1]) == list(range(0, size, 4 * PAGE))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
-def test_touching_makes_every_page_present_and_no_other():
-    """The system says which pages of this process are in memory."""
-    pages = Pages(64 * PAGE)
-    assert present(pages) == 0
-    pages.touch(8 * PAGE, 24 * PAGE)
-    assert present(pages) == 16
-    pages.touch(24 * PAGE, 100 * PAGE)
-    assert present(pages) == 56
-
-
-def present(pages: Pages) -> int:
-    """The pages that are in memory."""
-    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-    inside = False
-    with open("/proc/self/smaps") as maps:
-        for line in maps:
-            words = line.split()
-            if "-" in words[0] and not words[0].endswith(":"):
-                first, last = (int(each, 16) for each in words[0].split("-"))
-                inside = first <= address < last
-            elif inside and words[0] == "Rss:":
-                return int(words[1]) * 1024 // PAGE
-    raise AssertionError("the pages are mapped")
 
 
 def test_as_many_blocks_are_made_ahead_as_there_are_threads(recorder, monkeypatch):
@@ -156,13 +221,11 @@ def test_an_error_of_a_thread_is_raised_where_the_block_is_taken(recorder):
     assert threading.active_count() == threads
 
 
-def test_what_will_not_be_locked_is_not_touched(recorder):
+def test_what_will_not_be_locked_is_not_touched(recorder, monkeypatch):
     recorder.refused = True
     made = list(pages_ahead([PAGE] * 3, DEVICE))
     assert [pages.locked for pages in made] == [None] * 3
     assert [kind for kind, *_ in recorder.events] == ["lock"] * 3  # the device may grant some, all the same
-
-
-def test_a_device_that_locks_nothing_gets_ordinary_memory_and_no_threads(monkeypatch):
-    monkeypatch.setattr(flat_memory, "ThreadPoolExecutor", None)
+    monkeypatch.undo()
+    monkeypatch.setattr(flat_memory, "ThreadPoolExecutor", None)  # a device that locks nothing needs no threads
     assert [len(pages) for pages in pages_ahead([PAGE, 5], torch.device("cpu"))] == [PAGE, 5]

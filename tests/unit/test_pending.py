@@ -1,17 +1,19 @@
-"""Tensors whose values are still to come."""
+"""Tensors whose values are still to come, and in which order those of parameters come."""
 
 from __future__ import annotations
 
 import copy
 import io
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 from hf_l2l.compat import without_interception
-from hf_l2l.eps.pending import Pending, can_hold, hold, let_go, pending_of, settle
+from hf_l2l.eps import masters as masters_module
+from hf_l2l.eps.masters import Master, Masters
+from hf_l2l.eps.pending import Pending, hold, let_go, pending_of, settle
+from hf_l2l.model.precision import Precision
 
 
 class Counting(Pending):
@@ -29,9 +31,13 @@ class Counting(Pending):
 
 
 @pytest.fixture(params=[nn.Parameter, torch.Tensor], ids=["parameter", "tensor"])
-def tensor(request):
-    made = torch.arange(6.0).reshape(2, 3)
-    return nn.Parameter(made) if request.param is nn.Parameter else made
+def kind(request):
+    return request.param
+
+
+def made(kind: type[torch.Tensor]) -> torch.Tensor:
+    values = torch.arange(6.0).reshape(2, 3)
+    return nn.Parameter(values) if kind is nn.Parameter else values
 
 
 USES = {
@@ -62,24 +68,28 @@ NO_USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_a_use_is_announced(tensor, use):
-    pending = Counting(lets_go=True)
-    kind = type(tensor)
-    hold(tensor, pending)
-    assert isinstance(tensor, kind)
-    USES[use](tensor)
-    assert pending.values == 1 and pending.grads == 0
-    assert type(tensor) is kind and pending_of(tensor) is None, "ordinary again"
+def test_a_use_is_announced(kind):
+    for name, use in USES.items():
+        tensor, pending = made(kind), Counting(lets_go=True)
+        hold(tensor, pending)
+        assert isinstance(tensor, kind)
+        use(tensor)
+        assert pending.values == 1 and pending.grads == 0, name
+        assert type(tensor) is kind and pending_of(tensor) is None, "ordinary again"
 
 
-@pytest.mark.parametrize("use", NO_USES)
-def test_what_reads_no_values_is_not(tensor, use):
-    pending = Counting()
+def test_what_reads_no_values_is_not(kind):
+    tensor, pending = made(kind), Counting()
     hold(tensor, pending)
-    NO_USES[use](tensor)
-    assert pending.values == pending.grads == 0
+    for name, read in NO_USES.items():
+        read(tensor)
+        assert pending.values == pending.grads == 0, name
     assert pending_of(tensor) is pending
+    with without_interception():
+        tensor.sum()
+    assert pending.values == 0
+    settle(tensor)
+    assert pending.values == 1
 
 
 def test_the_gradient_is_announced_by_itself():
@@ -91,52 +101,8 @@ def test_the_gradient_is_announced_by_itself():
     assert (pending.grads, pending.values) == (3, 0)
 
 
-def test_other_threads_are_announced():
-    p, pending = nn.Parameter(torch.ones(3)), Counting(lets_go=True)
-    hold(p, pending)
-    thread = threading.Thread(target=lambda: p.sum())
-    thread.start()
-    thread.join()
-    assert pending.values == 1 and type(p) is nn.Parameter
-
-
-def test_results_are_ordinary_and_graphs_are_those_of_the_parameter():
-    p = nn.Parameter(torch.ones(3))
-    hold(p, Counting())
-    result = p * 2
-    assert type(result) is torch.Tensor
-    result.sum().backward()
-    let_go(p)
-    assert torch.equal(p.grad, torch.full((3,), 2.0))
-    copied = copy.deepcopy(p)
-    assert type(copied) is nn.Parameter and copied.requires_grad
-
-
-def test_a_module_with_held_parameters_is_copied_and_saved_as_any():
-    module = nn.Linear(2, 2)
-    for p in module.parameters():
-        hold(p, Counting())
-    other = copy.deepcopy(module)
-    assert all(type(p) is nn.Parameter and p.requires_grad for p in other.parameters())
-    assert dict(module.named_parameters()).keys() == {"weight", "bias"}
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    assert torch.load(buffer, weights_only=True).keys() == {"weight", "bias"}
-
-
-def test_without_interception_uses_them_as_they_are(tensor):
-    pending = Counting()
-    hold(tensor, pending)
-    with without_interception():
-        tensor.sum()
-    assert pending.values == 0
-    settle(tensor)
-    assert pending.values == 1
-
-
-def test_only_its_own_is_let_go_of(tensor):
-    first, second = Counting(), Counting()
+def test_only_its_own_is_let_go_of():
+    tensor, first, second = made(nn.Parameter), Counting(), Counting()
     hold(tensor, first)
     hold(tensor, second)
     let_go(tensor, first)
@@ -145,9 +111,39 @@ def test_only_its_own_is_let_go_of(tensor):
     assert pending_of(tensor) is None
 
 
-def test_other_classes_of_tensors_cannot_be_held():
-    class Own(torch.Tensor):
-        pass
+# ---- updates that are pending
 
-    assert not can_hold(torch.ones(1).as_subclass(Own))
-    assert can_hold(torch.ones(1)) and can_hold(nn.Parameter(torch.ones(1)))
+
+def test_other_threads_wait_for_an_update_until_its_parameters_are_ordinary(monkeypatch):
+    parameter = nn.Parameter(torch.zeros(2))
+    master = Master(parameter, Precision(nn.Linear(1, 1)))
+    master.update, seen = object(), []
+    hold(parameter, master)
+    let_go_all = masters_module.let_go_all
+
+    def watched(pairs):
+        let_go_all(pairs)
+        seen.append((master.update is not None, pending_of(parameter)))
+
+    monkeypatch.setattr(masters_module, "let_go_all", watched)
+    Master.end_update([master])
+    assert seen == [(True, None)] and master.update is None and type(parameter) is nn.Parameter
+
+
+def test_updates_are_in_the_order_in_which_the_next_forward_needs_them():
+    """Small parameters of non-layer modules first; a large one before the layer that follows its first use."""
+    model = nn.Module()
+    model.head = nn.Linear(1024, 1024, bias=False)
+    model.bias, model.norm = nn.Parameter(torch.ones(2)), nn.LayerNorm(2)
+    model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    model.embed = nn.Embedding(1024, 1024)
+    masters = Masters(model, list(model.layers))
+    masters.of(model.head.weight).first_use = 2
+    assert [(name, [m.name for m in group]) for name, group in masters.parts(masters.all())] == [
+        ("non-layer modules", ["bias", "norm.weight", "norm.bias"]),
+        ("embed.weight", ["embed.weight"]),
+        ("layers.0", ["layers.0.weight", "layers.0.bias"]),
+        ("layers.1", ["layers.1.weight", "layers.1.bias"]),
+        ("head.weight", ["head.weight"]),
+        ("layers.2", ["layers.2.weight", "layers.2.bias"]),
+    ]

@@ -1,10 +1,9 @@
-"""What is on the device in which dtype, for real architectures, and models that are loaded or saved in 16 bits."""
+"""What is on the device in which dtype, models that are loaded or saved in 16 bits, and the loss scale."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +16,13 @@ from torch import nn
 from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
+from hf_l2l.optim.loss_scale import LossScale, with_gradients_times
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import tensor_bytes
-from models import batch_for, bert, gpt2, t5, vit
-from training import tiny_bert
+from models import batch_for, bert, gpt2, t5, train_once, vit
+from tiers import more
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = (torch.bfloat16, *more(torch.float16))
 SCALE = 2.0**10
 
 
@@ -55,15 +55,17 @@ def test_modules_that_declare_it_stay_fp32():
     assert {name.rpartition(".")[2] for name, dtype in seen.dtypes.items() if dtype == torch.float32} == {"LayerNorm"}
 
 
-def test_heads_return_fp32_while_attached():
+def test_heads_return_fp32_while_attached_and_copies_have_no_graph():
     model = gpt2()
-    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
     with torch.no_grad():
         assert model(**batch_for(model)).logits.dtype == torch.float32
         # Outputs of the engine are fp32, for any further computation.
         assert model.transformer(batch_for(model)["input_ids"]).last_hidden_state.dtype == torch.float32
         for copied in (copy.deepcopy(model).bfloat16(), copy_as(model, torch.bfloat16)):
             assert copied(batch_for(model)["input_ids"]).logits.dtype == torch.bfloat16
+    train_once(model, batch_for(model))
+    assert eps.copies.kept and not any(copied.requires_grad for copied in eps.copies.kept)
     detach_l2l(model)
     assert all(not m._forward_hooks for m in model.modules())
 
@@ -74,20 +76,16 @@ def test_inputs_are_cast_and_labels_are_not():
     assert batch_for(model)["pixel_values"].dtype == torch.float32
     model(**batch_for(model)).loss.backward()
     labels, states = torch.rand(2), torch.rand(2, 3, requires_grad=True)
-    precision = eps.copies.precision
-    args, kwargs = precision.of_inputs(model, (states,), {"labels": labels, "mask": torch.ones(2, 3)})
+    of_inputs = eps.copies.precision.of_inputs
+    args, kwargs = of_inputs(model, (states,), {"labels": labels, "mask": torch.ones(2, 3)})
     assert (args[0].dtype, kwargs["mask"].dtype) == (torch.bfloat16, torch.bfloat16)
-    assert kwargs["labels"] is labels
-    assert list(kwargs) == ["labels", "mask"]
+    assert kwargs["labels"] is labels and list(kwargs) == ["labels", "mask"]
     args[0].float().sum().backward()
     assert states.grad is not None
     # By position, too: the labels of this model come third.
     places = list(inspect.signature(model.forward).parameters).index("labels")
-    given = [torch.rand(2) for _ in range(places + 1)]
-    assert [t.dtype == torch.float32 for t in precision.of_inputs(model, tuple(given), {})[0]] == [
-        *[False] * places,
-        True,
-    ]
+    found, _ = of_inputs(model, tuple(torch.rand(2) for _ in range(places + 1)), {})
+    assert [t.dtype == torch.float32 for t in found] == [*[False] * places, True]
 
 
 def test_embeddings_that_are_given_get_gradients():
@@ -108,37 +106,8 @@ def test_embeddings_that_are_given_get_gradients():
 # ---- devices
 
 
-class Emulates:
-    """A device module that says of itself what CUDA says of a T4."""
-
-    @staticmethod
-    def is_bf16_supported(including_emulation: bool = True) -> bool:
-        return including_emulation
-
-
-class Lacks:
-    @staticmethod
-    def is_bf16_supported() -> bool:
-        return False
-
-
-@pytest.mark.parametrize("module", [Emulates, Lacks])
-def test_a_device_without_bf16_is_told_to_use_fp16(monkeypatch, module):
-    monkeypatch.setattr(stream, "device_module", lambda device: module)
-    device = torch.device("cpu")
-    with pytest.raises(ValueError, match=r"cmp='bf16' needs a device that computes in bfloat16 .* use cmp='fp16'"):
-        computing_dtype("bf16", device)
-    assert computing_dtype("auto", device) is computing_dtype("fp16", device) is torch.float16
-    model = bert().bfloat16()
-    with pytest.raises(ValueError, match="cmp='bf16'"):
-        attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
-    with pytest.raises(ValueError, match="eps_update='eager'"):
-        attach_l2l(model, L2LConfig(device="cpu", cmp="auto", eps_update="eager"))
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}  # before anything is allocated
-
-
 class TwoGpus:
-    """A device module of two GPUs, of which the second lacks bfloat16; the first is the current one."""
+    """A device module of two GPUs: the first is the current one, and the second emulates bfloat16, as a T4 does."""
 
     current = 0
 
@@ -154,25 +123,33 @@ class TwoGpus:
         return including_emulation or cls.current == 0
 
 
-def test_the_execution_device_is_asked_and_not_the_current_one(monkeypatch):
+class Lacks:
+    @staticmethod
+    def is_bf16_supported() -> bool:
+        return False
+
+
+def test_a_device_without_bf16_is_told_to_use_fp16(monkeypatch):
+    """The execution device is asked, and not the current one."""
     monkeypatch.setattr(stream, "device_module", lambda device: TwoGpus)
-    assert computing_dtype("auto", torch.device("cuda", 0)) is torch.bfloat16
-    assert computing_dtype("auto", torch.device("cuda", 1)) is torch.float16
+    first, second = (torch.device("cuda", index) for index in range(2))
+    assert computing_dtype("auto", first) is torch.bfloat16
+    assert computing_dtype("auto", second) is computing_dtype("fp16", second) is torch.float16
     with pytest.raises(ValueError, match=r"got cuda:1, which lacks"):
-        computing_dtype("bf16", torch.device("cuda", 1))
-
-
-def test_auto_is_said_aloud(caplog):
-    with caplog.at_level(logging.WARNING, "hf_l2l"):
-        eps = attach_l2l(bert(), L2LConfig(device="cpu", cmp="auto"))
-    assert eps.copies.precision.dtype == torch.bfloat16
-    assert [r.getMessage() for r in caplog.records] == ["cmp='auto' computes in torch.bfloat16 on cpu"]
+        computing_dtype("bf16", second)
+    monkeypatch.setattr(stream, "device_module", lambda device: Lacks)
+    model = bert().bfloat16()
+    with pytest.raises(ValueError, match=r"cmp='bf16' needs a device that computes in bfloat16 .* use cmp='fp16'"):
+        attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
+    with pytest.raises(ValueError, match="eps_update='eager'"):
+        attach_l2l(model, L2LConfig(device="cpu", cmp="auto", eps_update="eager"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}  # before anything is allocated
 
 
 # ---- masters that were loaded in 16 bits
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_masters_are_made_fp32_one_after_the_other(dtype, monkeypatch):
     model = gpt2().to(dtype)
     model.transformer.wpe.weight.requires_grad_(False)
@@ -210,42 +187,10 @@ def test_a_parameter_that_cannot_change_is_named():
     assert watched() is not None
 
 
-def test_short_masters_are_warned_of_without_cmp_and_made_fp32_with_it():
-    """Whatever the moments have."""
-    model = bert().bfloat16()
-    with pytest.warns(UserWarning, match="use cmp, which makes the masters float32"):
-        eps = attach_l2l(model, L2LConfig(device="cpu", moment_dtype="bf16", eps_update="deferred"))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        model(**batch_for(model)).loss.backward()
-        optimizer.step()
-    eps.synchronize()
-    detach_l2l(model)
-    attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_a_layer_norm_moves_where_16_bits_would_freeze_it():
-    rate = 1e-4  # a step of AdamW is about as large; in bfloat16 the neighbours of 1 are 2**-8 and 2**-7 away
-    model = tiny_bert(dropout=0.0)
-    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0))
-    short = copy_as(tiny_bert(dropout=0.0), torch.bfloat16)
-    frozen = torch.optim.AdamW(short.parameters(), lr=rate, weight_decay=0.0)
-    for _ in range(3):
-        for each, by in ((model, optimizer), (short, frozen)):
-            each(**batch_for(each)).loss.backward()
-            by.step()
-            by.zero_grad()
-    name = "bert.encoder.layer.0.output.LayerNorm.weight"
-    assert (model.get_parameter(name) != 1).all()
-    assert (short.get_parameter(name) == 1).all()
-
-
 # ---- saving in 16 bits
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_copy_is_saved_as_plain_transformers_saves_it(dtype, tmp_path):
     torch.manual_seed(0)
     model = gpt2()
@@ -266,43 +211,7 @@ def test_a_copy_is_saved_as_plain_transformers_saves_it(dtype, tmp_path):
         copy_as(model, torch.float32)
 
 
-def test_a_scale_that_changes_between_forward_and_backward_is_the_one_of_the_backward():
-    torch.manual_seed(0)
-    model = bert()
-    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", loss_scale_init=SCALE))
-    optimizer = eps.wrap(torch.optim.SGD(model.parameters()))
-    batch = batch_for(model)
-    loss = model(**batch).loss
-    loss.backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    loss = model(**batch).loss
-    eps.loss_scale.value *= 0.5
-    loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-2, atol=1e-5)
-    assert optimizer is not None
-
-
 # ---- heads, buffers, views, other runs
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_heads_are_found_wherever_they_are(wrapped):
-    config = hf.BartConfig(
-        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
-    )  # fmt: skip
-    inner = hf.BartForSequenceClassification(config)
-    model = Wrapper(inner) if wrapped else inner
-    seen: list[torch.dtype] = []
-    attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", layer_classes=None))
-    inner.classification_head.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
-    ids = torch.full((2, 6), 2)
-    with torch.no_grad():
-        out = model(input_ids=ids, labels=torch.tensor([0, 1]))
-    assert seen == [torch.float32]
-    assert (out.loss.dtype, out.logits.dtype) == (torch.float32, torch.float32)
 
 
 class Wrapper(nn.Module):
@@ -314,18 +223,19 @@ class Wrapper(nn.Module):
         return self.inner(**inputs)
 
 
-def test_small_gradients_survive_a_loss_outside_of_the_model():
-    torch.manual_seed(0)
-    model = bert().bert
-    reference = copy.deepcopy(model)
-    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="fp16"))
-    optimizer = eps.wrap(torch.optim.SGD(model.parameters()))
-    ids = batch_for(bert())["input_ids"]
-    for each in (model, reference):
-        (each(input_ids=ids).pooler_output.square().sum() * 1e-4).backward()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (p.grad - q.grad).norm() <= 0.02 * q.grad.norm() + 1e-9
-    assert optimizer is not None
+def test_heads_are_found_wherever_they_are():
+    config = hf.BartConfig(
+        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
+    )  # fmt: skip
+    inner = hf.BartForSequenceClassification(config)
+    model = Wrapper(inner)
+    seen: list[torch.dtype] = []
+    attach_l2l(model, L2LConfig(device="cpu", cmp="fp16", layer_classes=None))
+    inner.classification_head.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    with torch.no_grad():
+        out = model(input_ids=torch.full((2, 6), 2), labels=torch.tensor([0, 1]))
+    assert [*seen, out.loss.dtype, out.logits.dtype] == [torch.float32] * 3
 
 
 class Counting(nn.Module):
@@ -354,20 +264,6 @@ def test_what_modules_write_to_adds_up_in_fp32():
     assert model.norm.running_var.dtype == torch.float32
 
 
-def test_writes_through_older_views_are_told_with_synchronize():
-    model = bert()
-    views = [p.data for p in model.parameters()]
-    eps = attach_l2l(model, L2LConfig(device="cpu", cmp="bf16"))
-    batch = batch_for(model)
-    with torch.no_grad():
-        before = model(**batch).loss
-        for view in views:
-            view.mul_(0.0)
-        eps.synchronize()
-        assert model(**batch).logits.abs().max() == 0.0
-    assert before > 0
-
-
 def test_a_parameter_that_was_frozen_then_must_be_fp32_to_train():
     model = bert().bfloat16()
     model.classifier.weight.requires_grad_(False)
@@ -377,50 +273,20 @@ def test_a_parameter_that_was_frozen_then_must_be_fp32_to_train():
         eps.wrap(torch.optim.AdamW(model.parameters()))
 
 
-# ---- what has which dtype
-
-
-class RotaryPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cos_cached", torch.ones(3), persistent=False)
-
-
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", torch.ones(3), persistent=False)
-        self.register_buffer("sinusoids", torch.ones(3), persistent=False)
-        self.register_buffer("saved_freq", torch.ones(3))
+        for name in ("inv_freq", "sinusoids", "saved_freq"):
+            self.register_buffer(name, torch.ones(3), persistent=name == "saved_freq")
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
 
 
 def test_buffers_follow_the_weights_but_for_rotary_frequencies():
-    positions, rotary = Positions(), RotaryPositions()
-    precision = Precision(nn.ModuleList([positions, rotary]), torch.bfloat16)
+    positions = Positions()
+    precision = Precision(positions, torch.bfloat16)
     found = {name: precision.of_buffer(positions, name, buffer) for name, buffer in positions.named_buffers()}
-    assert found == {
-        "inv_freq": torch.float32,
-        "sinusoids": torch.bfloat16,
-        "saved_freq": torch.bfloat16,
-        "mask": torch.bool,
-    }
-    assert precision.of_buffer(rotary, "cos_cached", rotary.cos_cached) == torch.float32
-
-
-def test_inputs_of_a_model_that_forecasts_are_all_in_16_bits():
-    class Forecasting(nn.Module):
-        def forward(self, past_values: Any, future_values: Any, future_time_features: Any) -> None: ...
-
-    class Labelled(nn.Module):
-        def forward(self, past_values: Any, future_values: Any) -> None: ...
-
-    value = torch.ones(2)
-    for model, expected in ((Forecasting(), torch.bfloat16), (Labelled(), torch.float32)):
-        _, kwargs = Precision(model, torch.bfloat16).of_inputs(
-            model, (), {"past_values": value, "future_values": value}
-        )
-        assert (kwargs["past_values"].dtype, kwargs["future_values"].dtype) == (torch.bfloat16, expected)
+    others = {"sinusoids": torch.bfloat16, "saved_freq": torch.bfloat16, "mask": torch.bool}
+    assert found == {"inv_freq": torch.float32, **others}
 
 
 class TwoPartHead(nn.Module):
@@ -446,3 +312,51 @@ def test_only_the_last_part_of_a_head_returns_fp32():
     assert not model.lm_head._forward_hooks and model.decoder._forward_hooks
     for handle in heads:
         handle.remove()
+
+
+# ---- the loss scale
+
+
+def test_it_is_never_0_and_may_be_fixed():
+    scale = LossScale(initial=16.0, growth=2.0, backoff=0.25, interval=2)
+    for _ in range(300):
+        scale.vote(finite=False)
+    assert 0.0 < scale.value < 1e-29 and scale.get_scale() == scale.value and scale.is_enabled()
+    fixed = LossScale(initial=1.0, growth=1.0, backoff=1.0)
+    assert not fixed.is_dynamic and not fixed.vote(finite=False) and (fixed.value, fixed.skipped) == (1.0, 1)
+
+
+def test_the_policy_is_that_of_torch_and_so_is_the_state():
+    """Which a run may be given that scales by a number of its own, or by nothing."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
+    ours = LossScale(8.0, 3.0, 0.25, 2)
+    p = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    for finite in (True, True, False, True, False, False, True, True, True, True, True):
+        theirs.scale(p.sum() * (1.0 if finite else float("inf"))).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert ours.vote(finite=finite) is finite and ours.value == theirs.get_scale()
+    state = ours.state_dict()
+    assert ours.skipped == 3
+    other, fixed = LossScale(8.0, 3.0, 0.25, 2), LossScale(1.0, growth=1.0, backoff=1.0)
+    other.load_state_dict(state)
+    assert other.state_dict() == state and (other.value, other.skipped) == (theirs.get_scale(), 3)
+    other.load_state_dict(theirs.state_dict())
+    assert (other.value, other.steps, other.skipped) == (theirs.get_scale(), ours.steps, 0)
+    other.vote(finite=False)
+    theirs.load_state_dict(other.state_dict())
+    assert theirs.get_scale() == other.value
+    fixed.load_state_dict(state)
+    assert (fixed.value, fixed.skipped, fixed.is_dynamic) == (1.0, 3, False)
+
+
+def test_gradients_of_outputs_are_multiplied_by_the_factor_of_the_backward():
+    x, factor = torch.ones(2, requires_grad=True), [2.0]
+    found = with_gradients_times(lambda: factor[0], {"loss": x.sum(), "ids": torch.ones(2, dtype=torch.long)})
+    factor[0] = 8.0
+    found["loss"].backward()
+    assert x.grad.tolist() == [8.0, 8.0] and not found["ids"].requires_grad
+    with torch.no_grad():
+        assert with_gradients_times(lambda: 2.0, x) is x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,9 @@ import torch
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.quantized import refuse_quantized
 from hf_l2l.model.units import LayerUnit
-from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import on_meta, parts_of, rebuilt, sharing_memory, tensor_bytes
 from toy_quantized import ToyInt8, quantize_linears, quantized
 from training import tiny_bert
@@ -43,33 +40,30 @@ def packed() -> Params4bit:
     return parameter
 
 
-@pytest.mark.parametrize(
-    ("make", "dtypes"),
-    [
-        (lambda: nn.Parameter(torch.rand(3, 4)), [torch.float32]),
-        (lambda: quantized(torch.rand(3, 4)), [torch.int8, torch.float16, torch.float32]),
-        (packed, [torch.uint8, torch.int64, *[torch.float32] * 3]),
-    ],
-    ids=["ordinary", "nested", "adapter"],
-)
-def test_a_tensor_is_rebuilt_from_copies_of_its_parts(make: Callable[[], Any], dtypes: list[torch.dtype]) -> None:
-    before = make()
-    parts = parts_of(before)
-    assert [part.dtype for part in parts] == dtypes
-    assert all(again is part for again, part in zip(parts_of(before), parts, strict=True)), "no copies"
-    copies = [part.detach().as_subclass(torch.Tensor).clone() for part in parts]
-    remaining = iter([*copies, torch.zeros(0)])
-    after = rebuilt(before, remaining)
-    assert len(list(remaining)) == 1, "it takes what belongs to it"
-    for own, part, of_before in zip(parts_of(after), copies, parts, strict=True):
-        assert own.data_ptr() == part.data_ptr() != of_before.data_ptr() and torch.equal(own, of_before)
-    assert len(parts) == 1 or type(after) is type(before)
-    assert all(again is part for again, part in zip(parts_of(before), parts, strict=True)), (
-        "the original keeps its own"
-    )
-    assert after.shape == before.shape and after.dtype == before.dtype
-    if isinstance(before, Params4bit):
-        assert before.module is not None and after.module is None, "it refers to no module"
+KINDS: list[tuple[Callable[[], Any], list[torch.dtype]]] = [
+    (lambda: nn.Parameter(torch.rand(3, 4)), [torch.float32]),
+    (lambda: quantized(torch.rand(3, 4)), [torch.int8, torch.float16, torch.float32]),
+    (packed, [torch.uint8, torch.int64, *[torch.float32] * 3]),
+]
+
+
+def test_a_tensor_is_rebuilt_from_copies_of_its_parts():
+    for make, dtypes in KINDS:
+        before = make()
+        parts = parts_of(before)
+        assert [part.dtype for part in parts] == dtypes
+        assert all(again is part for again, part in zip(parts_of(before), parts, strict=True)), "no copies"
+        copies = [part.detach().as_subclass(torch.Tensor).clone() for part in parts]
+        remaining = iter([*copies, torch.zeros(0)])
+        after = rebuilt(before, remaining)
+        assert len(list(remaining)) == 1, "it takes what belongs to it"
+        for own, part, of_before in zip(parts_of(after), copies, parts, strict=True):
+            assert own.data_ptr() == part.data_ptr() != of_before.data_ptr() and torch.equal(own, of_before)
+        assert len(parts) == 1 or type(after) is type(before)
+        assert all(again is part for again, part in zip(parts_of(before), parts, strict=True)), "it keeps its own"
+        assert after.shape == before.shape and after.dtype == before.dtype
+        if isinstance(before, Params4bit):
+            assert before.module is not None and after.module is None, "it refers to no module"
 
 
 def test_bytes_and_units_are_those_of_the_parts():
@@ -88,19 +82,6 @@ def test_bytes_and_units_are_those_of_the_parts():
     versions = unit.versions()
     unit.parts[1].mul_(2)
     assert unit.versions() != versions, "writes to a part are seen"
-
-
-def test_the_estimate_counts_parts_and_no_gradients_or_moments_of_them():
-    model = quantize_linears(tiny_bert(layers=3))
-    need = estimate(model)
-    trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert need.masters == tensor_bytes(model.parameters()) and need.gradients == trained
-    assert need.moments == 2 * trained
-    layers = model.bert.encoder.layer
-    parts = [part for p in layers[0].parameters() for part in parts_of(p)]
-    biases = [p for p in layers[0].parameters() if p.requires_grad]
-    assert need.slots == 2 * Layout(parts).num_bytes + 2 * Layout(biases).num_bytes
-    assert estimate(model, L2LConfig(cmp="bf16")).masters == need.masters
 
 
 class Int8Params(nn.Parameter):
@@ -127,21 +108,21 @@ def _no_kernel(linear: nn.Linear) -> None:
     linear.weight = nn.Parameter(Untrainable(*parts, shape=torch.Size([16, 24]), dtype=torch.float32), False)
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (_trained, r"must be frozen \(got bert.encoder.layer.1.output.dense.weight, a ToyInt8"),
-        (_unknown, r"\(got bert.encoder.layer.1.output.dense.weight, a Int8Params\)"),
-        (_no_kernel, r"got NotImplementedError: .*, a Linear with a Unt"),
-    ],
-)
-def test_what_cannot_be_trained_with_is_refused_by_name(change: Callable[[nn.Linear], None], names: str) -> None:
-    model = quantize_linears(tiny_bert())
-    change(model.bert.encoder.layer[1].output.dense)
-    kinds = [type(p) for p in model.parameters()]
-    with pytest.raises(ValueError, match=names):
-        attach_l2l(model, L2LConfig(device="cpu"))
-    assert [type(p) for p in model.parameters()] == kinds
+REFUSED = [
+    (_trained, r"must be frozen \(got bert.encoder.layer.1.output.dense.weight, a ToyInt8"),
+    (_unknown, r"\(got bert.encoder.layer.1.output.dense.weight, a Int8Params\)"),
+    (_no_kernel, r"got NotImplementedError: .*, a Linear with a Unt"),
+]
+
+
+def test_what_cannot_be_trained_with_is_refused_by_name():
+    for change, names in REFUSED:
+        model = quantize_linears(tiny_bert())
+        change(model.bert.encoder.layer[1].output.dense)
+        kinds = [type(p) for p in model.parameters()]
+        with pytest.raises(ValueError, match=names):
+            attach_l2l(model, L2LConfig(device="cpu"))
+        assert [type(p) for p in model.parameters()] == kinds
 
 
 def test_weights_that_a_model_keeps_elsewhere_are_refused_unless_their_file_alone_was_quantized():
@@ -155,14 +136,3 @@ def test_weights_that_a_model_keeps_elsewhere_are_refused_unless_their_file_alon
     model.hf_quantizer.quantization_config.quant_method = "awq"
     with pytest.raises(ValueError, match="got none in a model quantized with awq"):
         refuse_quantized(model)
-
-
-def test_a_trial_leaves_the_module_as_it_is():
-    model = quantize_linears(tiny_bert())
-    before = copy.deepcopy(model.state_dict())
-    attach_l2l(model, L2LConfig(device="cpu"))
-    assert all(p.grad is None for p in model.parameters())
-    after = model.state_dict()
-    for name, tensor in before.items():
-        assert type(after[name]) is type(tensor)
-        assert all(torch.equal(a, b) for a, b in zip(parts_of(after[name]), parts_of(tensor), strict=True))

@@ -4,52 +4,42 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from tiers import chosen, few
 
 CASES = list(range(5))
+MARKS = {
+    "nightly": (),
+    "cpu_suffices": ("cpu",),
+    "on_the_host": ("cpu",),
+    "on_a_device": ("sim", "cuda"),
+    "on_sim": ("sim",),
+    "not_on_cuda": ("cpu", "sim"),
+}
+"""Mark -> the devices on which `make test` has all cases of a test."""
 
 
-@pytest.mark.parametrize("folder", ["engine", "trainer"])
-def test_cases_are_dealt_to_the_cpu_and_the_simulated_accelerator(folder):
-    cpu, sim = (chosen(CASES, (), folder, device=device, is_all=False) for device in ("cpu", "sim"))
+def test_cases_are_dealt_to_the_devices_and_a_mark_decides_for_all():
+    cpu, sim = (chosen(CASES, (), "engine", device=device, is_all=False) for device in ("cpu", "sim"))
     assert sorted(cpu + sim) == CASES and abs(len(cpu) - len(sim)) == 1
-    assert chosen(CASES[:1], (), folder, device="cpu", is_all=False) == CASES[:1]
-    assert chosen(CASES[:1], (), folder, device="sim", is_all=False) == CASES[:1]
-
-
-def test_all_of_them_run_where_one_device_has_the_folder_and_with_all():
+    for device in ("cpu", "sim"):
+        assert chosen(CASES[:1], (), "trainer", device=device, is_all=False) == CASES[:1]
     assert chosen(CASES, (), "unit", device="cpu", is_all=False) == CASES
     assert chosen(CASES, (), "engine", device="cuda", is_all=False) == CASES
+    for mark, devices in MARKS.items():
+        for device in ("cpu", "sim", "cuda"):
+            expected = CASES if device in devices else []
+            assert chosen(CASES, [mark], "engine", device=device, is_all=False) == expected, (mark, device)
     for device, mark in itertools.product(("cpu", "sim", "cuda"), ("nightly", "cpu_suffices")):
         assert chosen(CASES, [mark], "engine", device=device, is_all=True) == CASES
 
 
-@pytest.mark.parametrize(
-    ("mark", "devices"),
-    [
-        ("nightly", ()),
-        ("cpu_suffices", ("cpu",)),
-        ("on_the_host", ("cpu",)),
-        ("on_a_device", ("sim", "cuda")),
-        ("on_sim", ("sim",)),
-        ("not_on_cuda", ("cpu", "sim")),
-    ],
-)
-def test_a_mark_decides_for_all_cases_of_a_test(mark, devices):
-    for device in ("cpu", "sim", "cuda"):
-        expected = CASES if device in devices else []
-        assert chosen(CASES, [mark], "engine", device=device, is_all=False) == expected
-
-
-@pytest.mark.parametrize("together", [1, 2])
-def test_a_few_combinations_have_what_occurs_together_in_any(together):
+def test_a_few_combinations_have_what_occurs_together_in_any():
     every = [each for each in itertools.product("abcd", range(3), (False, True)) if each != ("a", 0, True)]
-    some = few(every, together)
-    assert len(some) < len(every)
-
-    def within(combinations):
-        return {part for each in combinations for part in itertools.combinations(enumerate(each), together)}
-
-    assert within(some) == within(every)
+    for together in (1, 2):
+        some = few(every, together)
+        assert len(some) < len(every)
+        within = [
+            {part for each in combinations for part in itertools.combinations(enumerate(each), together)}
+            for combinations in (some, every)
+        ]
+        assert within[0] == within[1]

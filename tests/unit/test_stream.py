@@ -1,57 +1,18 @@
-"""Views where host and device are one memory, copies elsewhere; points and waits."""
+"""Which device executes, and what is asked of its module: page-locking, generators, waits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, devices
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
-from memory_switches import forced_copies
 from training import tiny_bert
-
-
-def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def test_an_upload_to_the_host_is_a_detached_view():
-    master = nn.Parameter(torch.randn(3))
-    up = stream.upload(master, HOST)
-    assert same_memory(up, master)
-    assert up is not master and up.is_leaf and not up.requires_grad
-
-
-def test_a_forced_upload_is_a_detached_copy():
-    master = nn.Parameter(torch.randn(3))
-    with forced_copies():
-        up = stream.upload(master, HOST)
-    assert not same_memory(up, master)
-    assert torch.equal(up, master) and up.is_leaf and not up.requires_grad
-
-
-def test_a_download_from_the_host_is_the_tensor_itself():
-    tensor = torch.randn(3)
-    assert stream.download(tensor) is tensor
-    with forced_copies():
-        down = stream.download(tensor)
-    assert not same_memory(down, tensor) and torch.equal(down, tensor)
-
-
-@pytest.mark.parametrize("asked", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
-def test_the_host_has_one_name(asked):
-    assert devices.execution_device(asked) == HOST
-
-
-def test_without_an_accelerator_the_host_executes(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
-    assert devices.execution_device(None) == HOST
 
 
 def test_the_current_accelerator_executes_if_it_is_available(monkeypatch):
@@ -69,65 +30,9 @@ def test_the_current_accelerator_executes_if_it_is_available(monkeypatch):
     assert checked == [True]
     assert devices.execution_device("cuda") == torch.device("cuda", 3)
     assert devices.execution_device("cuda:1") == torch.device("cuda", 1)
+    assert devices.execution_device("cpu:0") == devices.execution_device(HOST) == HOST
     with pytest.raises(ValueError, match=r"must be one this machine has \(got cuda:4\)"):
         devices.execution_device("cuda:4")
-
-
-def test_the_host_has_no_device_module():
-    assert stream.device_module(HOST) is None
-    assert stream.device_module(torch.device("cuda", 0)) is torch.cuda
-
-
-# ---- points in the work of a stream
-
-
-class FakeModule:
-    """A device module whose streams and events note what they are told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[object, ...]] = []
-        told = self.told
-
-        class Event:
-            def __init__(self, *, blocking: bool = False) -> None:
-                assert blocking, "a thread of the host that waits for a CUDA event sleeps"
-
-            def record(self, on: object) -> None:
-                told.append(("record", on))
-
-            def wait(self, on: object) -> None:
-                told.append(("wait", on))
-
-            def synchronize(self) -> None:
-                told.append(("synchronize",))
-
-            def query(self) -> bool:
-                return False
-
-        self.Event, self.Stream, self.stream = Event, object, nullcontext
-
-    def current_stream(self, device: torch.device) -> str:
-        return f"the current stream of {device}"
-
-
-def test_waits_are_of_the_execution_device_and_not_of_the_current_one(monkeypatch):
-    module, second = FakeModule(), torch.device("cuda", 1)
-    monkeypatch.setattr(stream, "device_module", lambda device: module)
-    point = stream.record(second)
-    stream.wait(point, "a test")
-    stream.wait(point, "a test", host=True)
-    here = "the current stream of cuda:1"
-    assert module.told == [("record", here), ("wait", here), ("synchronize",)]
-
-
-def test_without_streams_there_is_nothing_to_wait_for():
-    assert stream.record(HOST) is None
-    stream.wait(None, "a test")
-    stream.wait(None, "a test", host=True)
-    lane = stream.Lane(HOST, "upload")
-    assert not lane.is_stream and lane.record() is None and not stream.can_page_lock(HOST)
-    with lane.entered():
-        assert torch.ones(1) == 1
 
 
 # ---- page-locking
@@ -183,13 +88,17 @@ def test_a_wait_without_a_reason_is_a_mistake():
         stream.wait(None, "")
 
 
-@pytest.mark.parametrize("lacks", [["get_rng_state"], ["is_available", "device_count"], ["set_rng_state"]])
-def test_a_device_module_that_lacks_functions_is_refused_when_the_model_is_attached(lacks, monkeypatch):
+def other_module(*lacks: str) -> ModuleType:
     module = ModuleType("torch.other")
     for name in ("is_available", "device_count", "get_rng_state", "set_rng_state"):
         if name not in lacks:
             setattr(module, name, lambda *args: 1)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def test_a_device_module_that_lacks_functions_is_refused_when_the_model_is_attached(monkeypatch):
+    lacks = ["is_available", "device_count"]
+    monkeypatch.setattr(torch, "get_device_module", lambda device: other_module(*lacks))
     model = tiny_bert()
     with pytest.raises(ValueError) as raised:
         attach_l2l(model, L2LConfig(device="xpu"))
@@ -199,10 +108,7 @@ def test_a_device_module_that_lacks_functions_is_refused_when_the_model_is_attac
 
 
 def test_a_device_module_with_no_more_than_is_needed_computes_in_program_order(monkeypatch):
-    module = ModuleType("torch.other")
-    for name in ("is_available", "device_count", "get_rng_state", "set_rng_state"):
-        setattr(module, name, lambda *args: 1)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: other_module())
     device = devices.execution_device("xpu:0")
     assert device == torch.device("xpu", 0)
     assert not stream.is_asynchronous(device) and not stream.can_page_lock(device) and stream.record(device) is None

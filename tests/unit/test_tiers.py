@@ -1,8 +1,7 @@
-"""Where the stash is kept: as asked, or the first tier that it fits."""
+"""Where the stash is kept: as asked, or the first tier that it fits; and when rows that were sent there are there."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.stream import HOST
 from hf_l2l.stash import tiers
+from hf_l2l.stash.arrivals import Arrivals
 from hf_l2l.stash.tiers import Tiers
 from memory_switches import forced_copies
 
@@ -53,23 +53,11 @@ def choice(of: Tiers, needed: float) -> str:
     return of.tier_of(of_bytes(needed // 10))
 
 
-def test_the_first_tier_that_the_stash_fits(apart, made):
-    """An eighth of the device, three quarters of the host."""
-    of = made()
-    sizes = (GIB, 1.01 * GIB, 30 * GIB, 30.01 * GIB)
-    assert [choice(of, size) for size in sizes] == ["device", "host", "host", "disk"]
-
-
 def test_each_of_several_devices_takes_the_inputs_of_its_own_layers(apart, made):
-    """Of 10 layers, one of 4 devices has at most 3."""
+    """Of 10 layers, one of 4 devices has at most 3; an eighth of the device, three quarters of the host."""
     of = made(devices=4)
     sizes = (10 / 3 * GIB, 3.35 * GIB, 30 * GIB, 30.01 * GIB)
     assert [choice(of, size) for size in sizes] == ["device", "host", "host", "disk"]
-
-
-def test_a_boundary_on_the_host_keeps_the_stash_off_the_device(apart, made):
-    of = made(boundary="host")
-    assert [choice(of, size) for size in (GIB, 31 * GIB)] == ["host", "disk"]
 
 
 def test_what_the_first_step_will_take_is_left_free(apart, made):
@@ -94,12 +82,11 @@ def test_host_memory_that_the_stash_has_already_counts_as_free(apart, made, monk
     assert [choice(of, size) for size in (7.4 * 2**20, 7.6 * 2**20, 15 * 2**20)] == ["host", "disk", "disk"]
 
 
-def test_a_device_that_does_not_say_how_much_memory_it_has(apart, made, monkeypatch):
+def test_where_a_place_is_missing_the_next_one_is_taken(apart, made, monkeypatch):
+    of = made(boundary="host")
+    assert [choice(of, size) for size in (GIB, 31 * GIB)] == ["host", "disk"]
     monkeypatch.setattr(stream, "memory_of", lambda device: None)
     assert [choice(made(), size) for size in (1, 31 * GIB)] == ["host", "disk"]
-
-
-def test_a_system_that_cannot_spill_takes_the_host(apart, made, monkeypatch):
     monkeypatch.setattr(tiers, "can_spill", lambda: False)
     assert choice(made(), 31 * GIB) == "host"
 
@@ -110,11 +97,8 @@ def test_the_first_layer_input_decides_for_a_forward(apart, made):
     assert [of.tier_of(of_bytes(size)) for size in (4 * GIB, 1)] == ["disk", "disk"]
     of.start_forward()
     assert [of.tier_of(of_bytes(size)) for size in (1, 4 * GIB)] == ["device", "device"]
-
-
-@pytest.mark.parametrize("stash", ["device", "host", "disk"])
-def test_what_was_asked_for_is_taken(apart, made, stash):
-    assert choice(made(stash), 1) == choice(made(stash), 99 * GIB) == stash
+    for stash in ("device", "host", "disk"):
+        assert choice(made(stash), 1) == choice(made(stash), 99 * GIB) == stash, "what was asked for"
 
 
 def test_where_memory_is_shared_only_a_file_is_another_place(made):
@@ -122,10 +106,32 @@ def test_where_memory_is_shared_only_a_file_is_another_place(made):
     assert made().file is None
 
 
-def test_the_choice_is_logged_once_and_when_it_changes(apart, made, caplog):
-    of = made()
-    with caplog.at_level(logging.DEBUG, "hf_l2l"):
-        for size in (GIB, GIB, 2 * GIB, 31 * GIB, 32 * GIB, GIB):
-            choice(of, size)
-    where = [message.rpartition("they are kept ")[2] for message in caplog.messages]
-    assert where == ["on the device", "in host memory", "on disk", "on the device"]
+# ---- when rows are there
+
+
+def test_rows_have_the_point_of_their_copy():
+    arrivals, memory = Arrivals(), torch.empty(6, 2)
+    assert arrivals.of(memory) == []
+    arrivals.begin(memory)
+    arrivals.add(memory[:2], "first")
+    arrivals.add(memory[2:4], "second")
+    assert [arrivals.of(memory[i : i + 2]) for i in (0, 2)] == [["first"], ["second"]]
+    # Rows that were cut in another way, or not sent at all, are there when all are.
+    assert (
+        arrivals.of(memory[:3]) == arrivals.of(memory.view(-1)[:4]) == arrivals.of(memory[4:]) == ["first", "second"]
+    )
+    arrivals.add(memory[4:], None)  # it was there at once
+    assert arrivals.of(memory[4:]) == [] and arrivals.of(memory) == ["first", "second"]
+
+
+def test_memory_that_lies_across_earlier_memory_replaces_it():
+    arrivals, memory = Arrivals(), torch.empty(12)
+    for start in (0, 4, 8):
+        arrivals.begin(memory[start : start + 4])
+        arrivals.add(memory[start : start + 4], f"from {start}")
+        arrivals.was_read(memory[start : start + 4], f"read {start}")
+    arrivals.begin(memory[3:9], "allocated")
+    assert arrivals.free(memory[4:6]) == ["allocated", "read 8", "read 4", "read 0"]
+    assert arrivals.of(memory[:3]) == arrivals.of(memory[10:]) == []  # their memory is no more theirs
+    arrivals.add(memory[3:9], "across")
+    assert arrivals.of(memory[4:6]) == ["across"]

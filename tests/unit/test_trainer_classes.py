@@ -22,7 +22,7 @@ from hf_l2l import (
     make_l2l_trainer,
 )
 from rank_pool import RankPool
-from training import CHECKPOINTING, arguments
+from training import CHECKPOINTING
 
 
 class Preferring(hf.Trainer):
@@ -40,42 +40,31 @@ class PreferringArguments(hf.TrainingArguments):
     max_grad_norm: float = 0.5
 
 
-def test_a_trainer_is_made_once_and_takes_the_same_arguments():
+def test_classes_are_made_once_and_take_the_same_arguments(tmp_path):
     made = make_l2l_trainer(Preferring)
-    assert make_l2l_trainer(Preferring) is made
+    assert make_l2l_trainer(Preferring) is make_l2l_trainer(made) is made
     assert (made.__name__, made.__bases__) == ("L2LPreferring", (L2LTrainerMixin, Preferring))
     assert inspect.signature(made) == inspect.signature(Preferring)
-    assert make_l2l_trainer(made) is made
     assert make_l2l_trainer(hf.Trainer) is make_l2l_trainer(L2LTrainer) is L2LTrainer
     assert inspect.signature(L2LTrainer) == inspect.signature(hf.Trainer)
-
-
-def test_arguments_are_made_once_with_all_fields():
-    made = make_l2l_arguments(PreferringArguments)
-    assert make_l2l_arguments(PreferringArguments) is make_l2l_arguments(made) is made
-    assert made.__name__ == "L2LPreferringArguments"
+    kind = make_l2l_arguments(PreferringArguments)
+    assert make_l2l_arguments(PreferringArguments) is make_l2l_arguments(kind) is kind
+    assert kind.__name__ == "L2LPreferringArguments"
     own = {f.name for f in fields(L2LArgumentsMixin)}
-    assert {f.name for f in fields(made)} == {f.name for f in fields(PreferringArguments)} | own
-    assert fields(made)[0].name == "output_dir"
+    assert {f.name for f in fields(kind)} == {f.name for f in fields(PreferringArguments)} | own
+    assert fields(kind)[0].name == "output_dir"
     assert make_l2l_arguments(hf.TrainingArguments) is make_l2l_arguments(L2LTrainingArguments) is L2LTrainingArguments
+    words = ["--output_dir", str(tmp_path), "--beta", "0.25", "--ubatch_size", "4"]
+    [args] = hf.HfArgumentParser(kind).parse_args_into_dataclasses(words)
+    assert (args.beta, args.ubatch_size, args.max_grad_norm) == (0.25, 4, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(L2LTrainer, hf.Trainer), (L2LTrainingArguments, hf.TrainingArguments)],
-    ids=["trainer", "args"],
-)
-def test_attributes_are_what_they_are_of_trainer(ours, theirs):
+def test_attributes_are_what_they_are_of_trainer():
     """Programs call static methods of the class, and a property is no method."""
-    kinds = {name: type(value) for base in reversed(theirs.__mro__[:-1]) for name, value in vars(base).items()}
-    found = {name: type(inspect.getattr_static(ours, name)) for name in kinds}
-    assert {name for name in kinds if found[name] is not kinds[name]} <= {"__doc__"}
-
-
-def test_programs_ask_the_class_for_the_optimizer(tmp_path):
-    """As overrides of `create_optimizer` do."""
-    plain, ours = (arguments(kind, tmp_path) for kind in (hf.TrainingArguments, L2LTrainingArguments))
-    assert L2LTrainer.get_optimizer_cls_and_kwargs(ours) == hf.Trainer.get_optimizer_cls_and_kwargs(plain)
+    for ours, theirs in ((L2LTrainer, hf.Trainer), (L2LTrainingArguments, hf.TrainingArguments)):
+        kinds = {name: type(value) for base in reversed(theirs.__mro__[:-1]) for name, value in vars(base).items()}
+        found = {name: type(inspect.getattr_static(ours, name)) for name in kinds}
+        assert {name for name in kinds if found[name] is not kinds[name]} <= {"__doc__"}
 
 
 def test_activation_checkpointing_is_off_by_default(tmp_path):
@@ -107,15 +96,6 @@ def test_cmp_with_arguments_that_ask_for_autocast_by_default(tmp_path):
         made(str(tmp_path), use_cpu=True, cmp="bf16", bf16=True)
 
 
-def test_the_command_line_has_the_options_of_both(tmp_path):
-    parser = hf.HfArgumentParser(make_l2l_arguments(PreferringArguments))
-    words = ["--output_dir", str(tmp_path), "--beta", "0.25", "--ubatch_size", "4", "--stash", "host"]
-    [args] = parser.parse_args_into_dataclasses(words)
-    assert (args.beta, args.ubatch_size, args.stash, args.max_grad_norm) == (0.25, 4, "host", 0.5)
-    with pytest.raises(ValueError, match="ubatch_size"):
-        make_l2l_arguments(PreferringArguments)(str(tmp_path), ubatch_size=0)
-
-
 class Further(make_l2l_arguments(PreferringArguments)):
     """Made by a class statement, so that it is pickled by its name."""
 
@@ -144,27 +124,17 @@ def test_arguments_are_loaded_in_a_process_that_has_not_made_the_class(tmp_path)
     pool.close()
 
 
-def test_a_mixin_after_the_trainer_is_refused():
+def test_classes_that_cannot_be_made_are_refused():
     with pytest.raises(ValueError, match="L2LTrainerMixin must come before Preferring"):
         type("Mine", (Preferring, L2LTrainerMixin), {})
     with pytest.raises(ValueError, match=r"class Mine\(L2LArgumentsMixin, PreferringArguments\)"):
         type("Mine", (PreferringArguments, L2LArgumentsMixin), {})
-
-
-@pytest.mark.parametrize("given", [dict, hf.TrainingArguments("folder"), None, "SFTTrainer"])
-def test_what_is_no_class_of_transformers_is_refused(given):
-    for make, kind in ((make_l2l_trainer, "Trainer"), (make_l2l_arguments, "TrainingArguments")):
-        with pytest.raises(ValueError, match=f"must be transformers' {kind}"):
-            make(given)
-
-
-def test_arguments_with_a_field_of_the_same_name_are_refused():
-    @dataclass
-    class Taken(hf.TrainingArguments):
-        cmp: str | None = None
-
+    for given in (dict, hf.TrainingArguments("folder"), None, "SFTTrainer"):
+        for make, kind in ((make_l2l_trainer, "Trainer"), (make_l2l_arguments, "TrainingArguments")):
+            with pytest.raises(ValueError, match=f"must be transformers' {kind}"):
+                make(given)
     with pytest.raises(ValueError, match="with cmp"):
-        make_l2l_arguments(Taken)
+        make_l2l_arguments(make_dataclass("Taken", [("cmp", str, None)], bases=(hf.TrainingArguments,)))
 
 
 def test_a_callback_refuses_options_that_skip_steps_and_configs_of_another_kind():

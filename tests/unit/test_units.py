@@ -1,13 +1,15 @@
-"""What is known of a unit is right as long as `is_current` says so."""
+"""What is known of a unit is right as long as `is_current` says so; and what layers collect for transformers."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_l2l.model.captured_outputs import CapturedOutputs
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.units import LayerUnit
 
@@ -24,23 +26,6 @@ class Pair(nn.Module):
 
 def unit_of(module: nn.Module) -> LayerUnit:
     return LayerUnit(module, module.modules(), "a layer", Precision(module))
-
-
-def test_parameters_are_those_of_the_module_each_once():
-    module = Pair()
-    unit = unit_of(module)
-    assert all(a is b for a, b in zip(unit.parameters, module.parameters(), strict=True))
-    places = [(name, number) for _, name, number in unit.places]
-    assert places == [("weight", 0), ("bias", 1), ("weight", 0), ("weight", 2), ("bias", 3)]
-    assert len(unit.layout.pieces) == 4 and unit.with_buffers == [module.norm]
-
-
-def test_trained_are_those_that_require_a_gradient():
-    module = Pair()
-    module.first.weight.requires_grad_(False)
-    unit = unit_of(module)
-    assert unit.trained == [1, 2, 3] and len(unit.gradient_layout.pieces) == 3
-    assert not unit_of(module.second).is_trained
 
 
 def test_what_travels_has_the_dtype_of_the_device():
@@ -72,12 +57,9 @@ def test_a_unit_that_was_changed_is_not_current():
         assert unit_of(module).is_current()
 
 
-def test_values_may_change():
-    module = Pair()
-    unit = unit_of(module)
-    before = unit.versions()
-    with torch.no_grad():
-        module.first.bias.add_(1)
-    module.norm(torch.randn(2, 3))
-    assert unit.is_current()
-    assert [a != b for a, b in zip(unit.versions(), before, strict=True)] == [False, True, False, False]
+def test_without_transformers_no_outputs_are_captured(monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers.utils.output_capturing", raising=False)
+    with CapturedOutputs() as captured:
+        pass
+    assert captured.taken == {} and captured.keys == ()
+    CapturedOutputs.deliver({"attentions": [1]})

@@ -1,4 +1,4 @@
-"""The background threads: order, modes of their submitter, failures, their end."""
+"""The background threads: modes of their submitter, failures, their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 
 from hf_l2l import EngineFailedError
 from hf_l2l.runtime import stall_log
-from hf_l2l.runtime.worker import Task, Worker, default_num_threads
+from hf_l2l.runtime.worker import Task, Worker
+from tiers import more, times
 
 
 @pytest.fixture
@@ -30,15 +31,6 @@ def submitted(worker: Worker, run, what: str = "some work") -> Task:
     task = Task(what)
     worker.submit(task, run)
     return task
-
-
-def test_one_thread_works_in_order(worker):
-    done: list[tuple[int, int]] = []
-    for i in range(20):
-        last = submitted(worker, lambda i=i: done.append((i, threading.get_ident())))
-    last.wait("in order")
-    assert [i for i, _ in done] == list(range(20))
-    assert {thread for _, thread in done} != {threading.get_ident()} and len({thread for _, thread in done}) == 1
 
 
 def modes() -> tuple[bool, bool, torch.dtype, bool]:
@@ -68,23 +60,13 @@ def test_the_thread_computes_as_its_submitter(worker):
     assert not modes()[3] and in_worker(worker) == modes()
 
 
-def test_a_core_is_left_to_the_driver(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert default_num_threads() == 7
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert default_num_threads() == 3
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1), raising=False)
-    assert default_num_threads() == 1
-
-
-@pytest.mark.parametrize("asked", [1, 2, 3])
+@pytest.mark.parametrize("asked", [3, *more(1, 2)])
 def test_threads_within_an_operation_are_bounded_and_the_callers_stay(asked):
     before, found = torch.get_num_threads(), {}
     worker, at_once = Worker(asked), threading.Barrier(min(asked, 2))
 
     def look() -> None:
-        at_once.wait(10.0)
+        at_once.wait(60.0)
         found[threading.get_ident()] = torch.get_num_threads()
 
     for task in [submitted(worker, look) for _ in range(min(asked, 2))]:
@@ -124,8 +106,12 @@ def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
     assert worker.has_failed
     with pytest.raises(EngineFailedError, match=r"KeyError: 'broken'. Load the last checkpoint"):
         worker.check()
-    with pytest.raises(EngineFailedError):
-        submitted(worker, lambda: ran.append(2))
+    # Masters are held for the next update already: whoever uses them waits for nothing, and gets the failure.
+    later = Task("later")
+    for use in (lambda: worker.submit(later, lambda: ran.append(2)), later.check, lambda: later.wait("a test")):
+        with pytest.raises(EngineFailedError):
+            use()
+        assert later.done
     worker.close()
     assert not ran, "nothing runs after a failure"
 
@@ -134,48 +120,35 @@ def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
 def quick_switches():
     """Threads take turns all the time."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
 
 
-def test_a_task_that_could_not_be_submitted_has_the_failure_of_the_one_before(worker):
-    """Masters are held for its update already: whoever uses them waits for nothing, and gets the failure."""
-    worker.fail(KeyError("broken"))
-    task = Task("later")
-    with pytest.raises(EngineFailedError):
-        worker.submit(task, lambda: None)
-    assert task.done
-    for use in (task.check, lambda: task.wait("a test")):
-        with pytest.raises(EngineFailedError):
-            use()
-
-
 def test_of_many_waits_one_raises_the_failure_itself(quick_switches):
-    for _ in range(100):
-        worker, go, start = Worker(2), threading.Event(), threading.Barrier(4)
+    """Whether they wait already when it fails, or begin to."""
+    for _ in range(times(30, 100)):
+        worker, go = Worker(2), threading.Event()
         told: list[type] = []
 
         def fail_later(go: threading.Event = go) -> None:
-            go.wait(10.0)
+            go.wait()
             fail()
 
         task = submitted(worker, fail_later)
 
-        def wait(task: Task = task, told: list[type] = told, start: threading.Barrier = start) -> None:
-            start.wait(10.0)
+        def wait(task: Task = task, told: list[type] = told) -> None:
             try:
                 task.wait("all of them")
             except (KeyError, EngineFailedError) as error:
                 told.append(type(error))
 
-        threads = [threading.Thread(target=wait) for _ in range(3)]
+        threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
         for thread in threads:
             thread.start()
-        start.wait(10.0)
         go.set()
         for thread in threads:
-            thread.join(10.0)
+            thread.join(120.0)  # on a machine that is busy, switches take their time
         worker.close()
         assert sorted(map(str, told)) == sorted(map(str, [KeyError, EngineFailedError, EngineFailedError]))
 
@@ -241,7 +214,7 @@ def test_a_failure_ends_the_work_of_both_threads():
     worker, failed, ran = Worker(2), threading.Event(), []
 
     def goes_on() -> None:
-        assert failed.wait(10.0)
+        assert failed.wait(60.0)
         ran.append("begun before")
 
     beside = submitted(worker, goes_on)
@@ -256,7 +229,7 @@ def test_a_failure_ends_the_work_of_both_threads():
     assert ran == ["begun before"]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, *more(1)])
 def test_a_failure_keeps_nothing_alive(count):
     """The exception refers to the frames it went through."""
 
@@ -276,7 +249,7 @@ def test_a_failure_keeps_nothing_alive(count):
     del worker, held, task, broken
     gc.collect()
     for thread in threads:
-        thread.join(5.0)
+        thread.join(60.0)
     assert gone() is None and not any(thread.is_alive() for thread in threads)
 
 
@@ -289,7 +262,7 @@ def test_what_has_not_begun_when_it_is_closed_never_runs():
     assert not worker.lives and not ran
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, *more(1)])
 def test_threads_end_with_the_worker(count):
     before, worker = own_threads(), Worker(count)
     assert not worker.lives, "none before there is work"
@@ -310,8 +283,8 @@ def test_a_forked_process_is_told_soon(worker):
         if child == 0:
             try:
                 task.wait("it has no thread")
-            except EngineFailedError:
-                os._exit(7)
+            except EngineFailedError as error:
+                os._exit(7 if "the update of layer 3 will never end" in str(error) else 2)
             finally:
                 os._exit(1)
     until = time.monotonic() + 60.0
@@ -321,11 +294,3 @@ def test_a_forked_process_is_told_soon(worker):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(ended[1]) == 7
-
-
-def test_a_wait_for_a_dead_thread_raises(worker, monkeypatch):
-    """As in a forked process, which has the model but not the thread."""
-    task = submitted(worker, lambda: time.sleep(1.0), "the update of layer 3")
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    with pytest.raises(EngineFailedError, match="the update of layer 3 will never end"):
-        task.wait("it has no thread")
