@@ -23,8 +23,6 @@ W = sum(p.numel() for p in llama().parameters()) * 4
     ("kind", "size", "options"),
     [
         ("l2l", "large", {"stash": "host"}),
-        ("l2l", "large", {"stash": "host", "cmp": "bf16"}),
-        ("plain", "large", {}),
         ("plain_checkpointing", "large", {}),
     ],
     ids=str,

@@ -58,7 +58,7 @@ class Changing(hf.TrainerCallback):
             self.change(model, getattr(optimizer, "optimizer", optimizer))
 
 
-CASES = [("grow", {}), ("drop", {"eps_update": "deferred", "stash": "host"}), ("swap", {}), ("grow", {"cmp": "bf16"})]
+CASES = [("grow", {}), ("drop", {"eps_update": "deferred", "stash": "host"}), ("swap", {})]
 
 
 @pytest.mark.parametrize(("change", "options"), CASES, ids=str)
@@ -80,20 +80,17 @@ def test_a_callback_changes_the_layers(tmp_path, device, change, options):
     assert len(layers) == count and all(map(is_attached, layers))
     steps = [inner_optimizer(found).state[p]["step"] for p in layers[0].parameters()]
     assert set(map(float, steps)) == {4.0}
-    if "cmp" not in options:
-        assert_as_plain(found, trained(hf.Trainer, **{CHECKPOINTING: True})[0])
+    assert_as_plain(found, trained(hf.Trainer, **{CHECKPOINTING: True})[0])
     assert is_attached(reference)
     detach_l2l(found.model)
     assert not is_attached(reference)
 
 
 @cpu_suffices
-@pytest.mark.parametrize("change", CHANGES)
-def test_in_any_other_loop_the_model_is_attached_again(change):
+def test_in_any_other_loop_the_model_is_attached_again():
     torch.manual_seed(0)
     model = bert(num_hidden_layers=3)
     plain = copy.deepcopy(model)
-    changed, _ = CHANGES[change]
     ids = torch.randint(5, 60, (4, 6))
     batch = {"input_ids": ids, "labels": ids[:, 0] % 2}
 
@@ -106,9 +103,9 @@ def test_in_any_other_loop_the_model_is_attached_again(change):
     attach_l2l(model).wrap(optimizer)
     step(plain, plain_optimizer)
     step(model, optimizer)
-    changed(plain, plain_optimizer)
+    grow(plain, plain_optimizer)
     detach_l2l(model)
-    changed(model, optimizer)
+    grow(model, optimizer)
     attach_l2l(model).wrap(optimizer)
     step(plain, plain_optimizer)
     step(model, optimizer)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -55,9 +54,7 @@ def measured(make, folder, **options) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    combinations(
-        [plain_trainer, l2l_trainer], [{"max_steps": 1}, {"gradient_accumulation_steps": 2}, {"optim": "sgd"}]
-    ),
+    combinations([plain_trainer, l2l_trainer], [{"gradient_accumulation_steps": 2}, {"max_steps": 1, "optim": "sgd"}]),
 )
 @pytest.mark.filterwarnings("ignore:batch 8 x accumulation 2:UserWarning")
 def test_where_what_is_held(make, options, tmp_path, device):
@@ -78,23 +75,12 @@ def test_where_what_is_held(make, options, tmp_path, device):
 
 
 @cpu_suffices
-@pytest.mark.parametrize("make", [plain_trainer, l2l_trainer])
-def test_a_resumed_run_is_measured_too(make, tmp_path, device):
-    options = {"model": tiny_bert(layers=2)}
-    measured(make, tmp_path, save_strategy="steps", save_steps=2)
+def test_a_resumed_run_is_measured_too(tmp_path):
+    measured(l2l_trainer, tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     callback = MemoryCallback()
-    resumed = make(tmp_path, callbacks=[callback], max_steps=4, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    on_host = device == "cpu" or make is l2l_trainer
-    assert callback.metrics()["train_host_bytes"] == (expected_bytes(tiny_bert(layers=2)) if on_host else 0)
-
-
-def test_the_process_holds_at_least_what_it_holds_now(monkeypatch):
-    """It is left out where the system does not tell."""
-    now = psutil.Process().memory_info().rss
-    assert MemoryCallback().metrics()["train_process_bytes"] >= 0.95 * now
-    monkeypatch.setattr("hf_l2l.measure.peak_process_bytes", lambda: None)
-    assert "train_process_bytes" not in MemoryCallback().metrics()
+    resumed = l2l_trainer(tmp_path, callbacks=[callback], model=tiny_bert(layers=2), max_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert callback.metrics()["train_host_bytes"] == expected_bytes(resumed.model)
 
 
 PEAK = """
@@ -152,11 +138,6 @@ def test_what_an_eager_update_has_used_is_no_gradient_any_more(device):
     assert held(model, optimizer) == (tensor_bytes(model.parameters()), 0, 0)
 
 
-def test_what_is_not_in_host_memory_is_left_out(device):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device=device if device != "cpu" else "meta"))
-    assert held(model) == (24, 0, 0)
-
-
 # ---- as a notebook shows it
 
 
@@ -174,8 +155,7 @@ def table(eps: EagerParamServer) -> tuple[str, list[list[str]]]:
     return caption, found
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_kinds_and_sizes_change_with_the_step(wrapped, device):
+def test_kinds_and_sizes_change_with_the_step(device):
     model = frozen_below(bert())
     eps = attach_l2l(model, L2LConfig(device=device, eps_update="serial"))
     parameters = list(model.parameters())
@@ -187,9 +167,8 @@ def test_kinds_and_sizes_change_with_the_step(wrapped, device):
     assert said.startswith(caption) and ("page-locked" in said) == (device != "cpu")
     assert rows == [masters, ["gradients", *none], ["moments", *none]]
     optimizer = eps.wrap(torch.optim.AdamW(trained, lr=0.1))
-    if wrapped:
-        optimizer = Accelerator(cpu=device == "cpu").prepare(optimizer)
-        eps.wrap(optimizer)
+    optimizer = Accelerator(cpu=device == "cpu").prepare(optimizer)
+    eps.wrap(optimizer)
     train_once(model, batch_for(model))
     eps.synchronize()
     assert held(model, optimizer) == (tensor_bytes(parameters), tensor_bytes(trained), 0)

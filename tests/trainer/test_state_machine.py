@@ -37,7 +37,7 @@ from hf_l2l.runtime.worker import usable_cores
 from late_updates import Gate, late_updates
 from memory_switches import forced_copies, poisoned_releases
 from plain import DROPOUT, is_attached
-from tiers import nightly, not_on_cuda, times
+from tiers import ALL, not_on_cuda, times
 from twins import KINDS, OPTIMIZERS, Layered, Saved, Side, batch_of
 
 VOCABULARIES = (60, 52, 64)
@@ -501,19 +501,16 @@ def same_state(ours: Layered, plain: Side) -> None:
         assert ours.eps.scaler.skipped == plain.skipped
 
 
-DRAWN = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-
-
 @not_on_cuda
 def test_any_program_trains_as_in_plain_torch():
-    count, steps = times(5, 25) if DEVICE == "cpu" else times(3, 10), 20 if DEVICE == "cpu" else 15
-    drawn = settings(DRAWN, max_examples=count, stateful_step_count=steps, derandomize=True)
-    run_state_machine_as_test(Machine, settings=drawn)
-
-
-@not_on_cuda
-@nightly
-def test_many_programs_train_as_in_plain_torch():
-    """Others at each time."""
-    drawn = settings(DRAWN, max_examples=150 if DEVICE == "cpu" else 60, stateful_step_count=20)
+    """`make test-all` draws others at each time."""
+    count, steps = times(4, 150) if DEVICE == "cpu" else times(3, 60), times(15, 20)
+    drawn = settings(
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+        max_examples=count,
+        stateful_step_count=steps,
+        derandomize=not ALL,
+    )
     run_state_machine_as_test(Machine, settings=drawn)
