@@ -63,12 +63,6 @@ def test_what_is_there_is_paid_for(memory):
             check_host_memory(need, is_shared=is_shared)
 
 
-def test_each_of_several_hosts_has_the_sums_and_moments_of_its_own_ranks():
-    half = dataclasses.replace(NEED, copies=GIB).of_one_host(2)
-    assert (half.masters, half.copies) == (NEED.masters, GIB)
-    assert (half.gradients, half.moments) == (NEED.gradients // 2, NEED.moments // 2)
-
-
 def test_training_is_refused_before_anything_is_allocated(memory, tmp_path, monkeypatch):
     memory(0)
     made = l2l_trainer(tmp_path, optim="adamw_torch", max_steps=1)

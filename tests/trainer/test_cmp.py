@@ -98,16 +98,13 @@ def test_the_saved_model_has_the_dtype_that_is_asked_for_and_checkpoints_the_mas
     assert made.model is model
 
 
-HELD = [(18, {"cmp": "bf16"}), (10, {"cmp": "fp16", "l2l_loss_scale_init": 1.0, **SHORT})]
-
-
 @cpu_suffices
-@pytest.mark.parametrize(("per_parameter", "options"), HELD)
-def test_the_host_holds_the_bytes_per_parameter_that_the_summary_says(tmp_path, per_parameter, options):
+def test_the_host_holds_the_bytes_per_parameter_that_the_summary_says(tmp_path):
     memory = MemoryCallback()
+    options = {"cmp": "fp16", "l2l_loss_scale_init": 1.0, **SHORT}
     made = make(tmp_path, eps_update="deferred", max_steps=2, callbacks=[memory], **options)
-    assert f"({per_parameter}.0 bytes per parameter)" in made.l2l_summary()
+    assert "(10.0 bytes per parameter)" in made.l2l_summary()
     made.train()
     parameters = list(made.model.parameters())
     counters = 4 * len(parameters)
-    assert memory.metrics()["train_host_bytes"] == per_parameter * sum(p.numel() for p in parameters) + counters
+    assert memory.metrics()["train_host_bytes"] == 10 * sum(p.numel() for p in parameters) + counters

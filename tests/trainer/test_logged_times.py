@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_l2l.report import timeline
 from hf_l2l.report.traced_steps import traced_steps
 from models import vit
 from runs import assert_same_run
@@ -79,27 +76,3 @@ def test_trackers_take_every_value(tmp_path):
     l2l_trainer(tmp_path, max_steps=1, callbacks=[lines], l2l_log_times=True).train()
     assert {"l2l_bound", "l2l_step_s"} <= lines.first.keys() and type(lines.first["l2l_bound"]) is str
     assert {type(value) for value in lines.first.values()} <= {int, float, str}
-
-
-class Stop(hf.TrainerCallback):
-    at_step = 2
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.at_step:
-            raise KeyboardInterrupt
-
-
-@cpu_suffices
-def test_a_training_that_was_interrupted_is_not_in_the_log_of_the_next(tmp_path, monkeypatch):
-    pause_s, stop, trace = 0.0, Stop(), tmp_path / "t.json"
-    monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + pause_s))
-    trainer = l2l_trainer(tmp_path, max_steps=4, logging_steps=4, callbacks=[stop], l2l_trace=str(trace))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    stop.at_step = -1
-    pause_s = 1e4
-    trainer.train()
-    [line] = measured(tmp_path)
-    steps_s = steps_of(trace)
-    assert len(steps_s) == 6 and max(steps_s) < pause_s
-    assert line["l2l_tokens_per_s"] == pytest.approx(4 * 64 / sum(steps_s[-4:]), rel=1e-3)

@@ -18,7 +18,7 @@ from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 from models import attached, batch_for, bert, llama, train_once
-from tiers import combinations, cpu_suffices
+from tiers import combinations
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 
@@ -72,15 +72,6 @@ def test_where_what_is_held(make, options, tmp_path, device):
         assert metrics["train_device_bytes"] - before >= expected_bytes(model, kinds)
     if device == "sim":  # whose memory is that of the process
         assert metrics["train_process_bytes"] > metrics["train_device_bytes"]
-
-
-@cpu_suffices
-def test_a_resumed_run_is_measured_too(tmp_path):
-    measured(l2l_trainer, tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
-    callback = MemoryCallback()
-    resumed = l2l_trainer(tmp_path, callbacks=[callback], model=tiny_bert(layers=2), max_steps=2)
-    resumed.train(resume_from_checkpoint=True)
-    assert callback.metrics()["train_host_bytes"] == expected_bytes(resumed.model)
 
 
 PEAK = """
@@ -141,18 +132,12 @@ def test_what_an_eager_update_has_used_is_no_gradient_any_more(device):
 # ---- as a notebook shows it
 
 
-def table(eps: EagerParamServer) -> tuple[str, list[list[str]]]:
-    """The caption and the rows of the table, which must be well-formed; a shell says what a notebook says."""
-    tree = ElementTree.fromstring(eps._repr_html_())
-    assert tree.tag == "table"
-    header = [cell.text for cell in tree.findall("thead/tr/th")]
-    assert header == ["in host memory", "tensors", "size"]
-    caption, rows = tree.findtext("caption"), tree.findall("tbody/tr")
-    found = [[cell.text for cell in row.findall("td")] for row in rows]
-    first, second, *others = repr(eps).splitlines()
-    assert (first, second.split()) == (caption, " ".join(header).split())
-    assert [line.split(maxsplit=2) for line in others] == found
-    return caption, found
+def table(eps: EagerParamServer) -> list[list[str]]:
+    """The rows of the table, which must be well-formed; a shell says what a notebook says."""
+    rows = ElementTree.fromstring(eps._repr_html_()).findall("tbody/tr")
+    found = [[str(cell.text) for cell in row.findall("td")] for row in rows]
+    assert [line.split(maxsplit=2) for line in repr(eps).splitlines()[2:]] == found
+    return found
 
 
 def test_kinds_and_sizes_change_with_the_step(device):
@@ -162,10 +147,8 @@ def test_kinds_and_sizes_change_with_the_step(device):
     trained = [p for p in parameters if p.requires_grad]
     masters = ["masters", str(len(parameters)), size_text(tensor_bytes(parameters))]
     none = ["0", "0 bytes"]
-    caption = f"EagerParamServer of a BertForSequenceClassification, layers run on {eps.device}"
-    said, rows = table(eps)
-    assert said.startswith(caption) and ("page-locked" in said) == (device != "cpu")
-    assert rows == [masters, ["gradients", *none], ["moments", *none]]
+    assert ("page-locked" in repr(eps)) == (device != "cpu")
+    assert table(eps) == [masters, ["gradients", *none], ["moments", *none]]
     optimizer = eps.wrap(torch.optim.AdamW(trained, lr=0.1))
     optimizer = Accelerator(cpu=device == "cpu").prepare(optimizer)
     eps.wrap(optimizer)
@@ -173,11 +156,11 @@ def test_kinds_and_sizes_change_with_the_step(device):
     eps.synchronize()
     assert held(model, optimizer) == (tensor_bytes(parameters), tensor_bytes(trained), 0)
     gradients = ["gradients", str(len(trained)), size_text(tensor_bytes(trained))]
-    assert table(eps)[1] == [masters, gradients, ["moments", *none]]
+    assert table(eps) == [masters, gradients, ["moments", *none]]
     optimizer.step()
     size = 2 * tensor_bytes(trained) + 4 * len(trained)
     assert held(model, optimizer) == (tensor_bytes(parameters), 0, size)
     moments = ["moments", str(3 * len(trained)), size_text(size)]
-    assert table(eps)[1] == [masters, ["gradients", *none], moments]
+    assert table(eps) == [masters, ["gradients", *none], moments]
     eps.release()
-    assert table(eps)[1] == [masters, ["gradients", *none], ["moments", *none]]
+    assert table(eps) == [masters, ["gradients", *none], ["moments", *none]]

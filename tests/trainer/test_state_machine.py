@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import pickle
 import shutil
 import sys
 import tempfile
@@ -29,14 +28,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from torch import nn
 
 from devices import DEVICE
 from hf_l2l import EngineFailedError, NonFiniteError, detach_l2l
 from hf_l2l.runtime.worker import usable_cores
 from late_updates import Gate, late_updates
 from memory_switches import forced_copies, poisoned_releases
-from plain import DROPOUT, is_attached
+from plain import DROPOUT
 from tiers import ALL, not_on_cuda, times
 from twins import KINDS, OPTIMIZERS, Layered, Saved, Side, batch_of
 
@@ -426,25 +424,6 @@ class Machine(RuleBasedStateMachine):
                 parameters[number % len(parameters)].mul_(factor)
 
         self.of(which).both(change)
-
-    @rule(which=which, seed=seeds)
-    def load_other_weights(self, which: int, seed: int) -> None:
-        twins = self.of(which)
-        random = torch.get_rng_state()
-        torch.manual_seed(seed)
-        other = KINDS[twins.ours.kind](twins.ours.model.config.vocab_size, DROPOUT).state_dict()
-        torch.set_rng_state(random)
-        twins.both(lambda side: side.model.load_state_dict(other))
-
-    @rule(which=which, rows=rows, pickled=st.booleans())
-    def copy(self, which: int, rows: int, pickled: bool) -> None:
-        """A copy of the model is an ordinary one."""
-        twins = self.of(which)
-        model = twins.ours.model
-        copied: nn.Module = pickle.loads(pickle.dumps(model)) if pickled else copy.deepcopy(model)  # noqa: S301
-        assert not is_attached(copied)
-        for name, value in copied.state_dict().items():
-            assert torch.equal(value, twins.plain.model.state_dict()[name].cpu()), name
 
     # ---- after every rule
 

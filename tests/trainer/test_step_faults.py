@@ -61,24 +61,17 @@ def _around(patch: pytest.MonkeyPatch, owner: Any, name: str, is_it: Callable[..
     patch.setattr(owner, name, broken)
 
 
-def _in_update(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    def is_it(part: Any, masters: Any, *_: Any) -> bool:
-        return any(m.parameter is model.blocks[index].down.weight for m in masters)
+def _at(owner: Any, name: str, is_it: Callable[..., bool]) -> Install:
+    """In a call of `owner.name`, of a layer: `is_it` gets the layer and the arguments."""
 
-    _around(patch, updates, "carry_out", is_it, failing)
+    def install(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
+        _around(patch, owner, name, lambda *args, **_: is_it(model.blocks[index], *args), failing)
 
-
-def _in_renewal(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    """When the 16-bit copies are made of weights that have been updated."""
-
-    def is_it(copies: Any, masters: Any) -> bool:
-        return any(m.parameter is model.blocks[index].down.weight for m in masters)
-
-    _around(patch, Copies, "renew", is_it, failing)
+    return install
 
 
-def _in_upload(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    _around(patch, Copies, "of_unit", lambda self, unit, *_: unit.module is model.blocks[index], failing)
+def _holds(block: Any, masters: Any) -> bool:
+    return any(master.parameter is block.down.weight for master in masters)
 
 
 def _in_conversion(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
@@ -95,10 +88,6 @@ def _in_conversion(patch: pytest.MonkeyPatch, model: Any, index: int, failing: F
     patch.setattr(Copies, "of_unit", noted)
     for owner, name in ((Stage, "memory"), (torch.Tensor, "to")):
         _around(patch, owner, name, lambda *_, **__: made_now["of"] is model.blocks[index], failing)
-
-
-def _in_prefetch(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    _around(patch, WeightSlots, "prefetch", lambda self, unit: unit.module is model.blocks[index], failing)
 
 
 def _of_layer(model: Any, index: int, of: Any) -> bool:
@@ -125,13 +114,6 @@ def _in_copy(row: str, *, submitted: bool = False) -> Install:
         patch.setattr(stream, "span", broken)
 
     return install
-
-
-def _in_receive(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    def is_it(gradients: Any, sums: Any, *_: Any) -> bool:
-        return any(m.parameter is model.blocks[index].down.weight for m, _ in sums)
-
-    _around(patch, Gradients, "receive", is_it, failing)
 
 
 def _in_forward(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
@@ -186,10 +168,6 @@ def _in_backward(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Fai
     _in_norm(patch, model, index, lambda x: _FailsBackward.apply(x, failing))  # type: ignore[no-untyped-call]
 
 
-def _in_loss(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    _around(patch, nn.functional, "cross_entropy", lambda *_: True, failing)
-
-
 class Place(NamedTuple):
     """Where a fault is."""
 
@@ -206,13 +184,20 @@ class Place(NamedTuple):
 
 HOST, DISK = {"stash": "host"}, {"stash": "disk"}
 PLACES: dict[str, Place] = {
-    "update": Place(_in_update, is_update=True),
-    "renewal": Place(_in_renewal, {"cmp": "bf16"}, is_update=True),
-    "upload": Place(_in_upload),
+    "update": Place(
+        _at(updates, "carry_out", lambda block, part, masters, *_: _holds(block, masters)), is_update=True
+    ),
+    "renewal": Place(
+        _at(Copies, "renew", lambda block, copies, masters: _holds(block, masters)), {"cmp": "bf16"}, is_update=True
+    ),
+    "upload": Place(_at(Copies, "of_unit", lambda block, copies, unit, *_: unit.module is block)),
     "conversion": Place(_in_conversion, {"cmp": "bf16", "host_copies": "per_sweep"}),
-    "prefetch": Place(_in_prefetch),
+    "prefetch": Place(_at(WeightSlots, "prefetch", lambda block, slots, unit: unit.module is block)),
     "upload, submitted": Place(_in_copy("upload", submitted=True)),
-    "download": Place(_in_receive, after_updates=True),
+    "download": Place(
+        _at(Gradients, "receive", lambda block, kept, sums, *_: _holds(block, [m for m, _ in sums])),
+        after_updates=True,
+    ),
     "download, submitted": Place(_in_copy("download", submitted=True), after_updates=True),
     "norm": Place(_in_copy("norm", submitted=False), after_updates=True),
     "stash download": Place(_in_copy("stash download"), HOST),
@@ -222,7 +207,7 @@ PLACES: dict[str, Place] = {
     "forward": Place(_in_forward),
     "recompute": Place(_in_recompute, after_updates=True),
     "backward": Place(_in_backward, after_updates=True),
-    "loss": Place(_in_loss, names_layer=False),
+    "loss": Place(_at(nn.functional, "cross_entropy", lambda *_: True), names_layer=False),
 }
 
 
