@@ -226,7 +226,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 FAST = {
     "cpu": {"merged", "epochs that are cut", "workers", "own loader"},
-    "sim": {"fp16", "rows from a stream"},
+    "sim": {"rows from a stream"},
 }.get(DEVICE, set())
 NOT_HERE = {"sim": {"own loader", "plateau"}}.get(DEVICE, set())
 # One within the first epoch, its last one; and where epochs are cut. On a device, the first one.

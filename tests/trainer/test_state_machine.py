@@ -1,15 +1,14 @@
 """A state machine (hypothesis) over what a program may do to a model that trains layer to layer, in any order.
 
 Each rule does the same to a model under L2L and to its plain twin (`twins`); after it, losses, weights, gradients,
-optimizer state, buffers and random numbers are equal, to the bit, and there are no more threads and open files than
-before; at the end, no more tensors and spill files.
+optimizer state, buffers and random numbers are equal, to the bit, and there are no more threads than before; at the
+end, no more open files, tensors and spill files.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import os
 import shutil
 import sys
 import tempfile
@@ -17,9 +16,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+import left_over
 from devices import DEVICE
 from hf_l2l import EngineFailedError, NonFiniteError, detach_l2l
 from hf_l2l.runtime.worker import usable_cores
@@ -39,9 +38,6 @@ from tiers import ALL, not_on_cuda, times
 from twins import KINDS, OPTIMIZERS, Layered, Saved, Side, batch_of
 
 VOCABULARIES = (60, 52, 64)
-FILES = Path("/proc/self/fd")
-OF_THE_PROCESS = ("hf_l2l stall log", "tqdm_monitor", "Dummy-")
-"""Threads that are started once; the last is autograd's own for a device."""
 which = st.integers(0, 1)
 rows = st.integers(1, 5)
 seeds = st.integers(0, 99)
@@ -114,8 +110,8 @@ class Machine(RuleBasedStateMachine):
         self.folder = Path(self.exits.enter_context(tempfile.TemporaryDirectory()))
         for _ in range(3):
             gc.collect()
-        self.threads_before, self.files_before = Counter(self.threads()), Counter(self.files())
-        self.tensors_before = self.tensors()
+        self.threads_before, self.files_before = left_over.own_threads(), left_over.files()
+        self.tensors_before = left_over.live_tensors()
         self.twins: list[Twins] = []
         self.compares = "weights"
         self.count = 0
@@ -123,30 +119,9 @@ class Machine(RuleBasedStateMachine):
 
     # ---- what there is
 
-    @staticmethod
-    def threads() -> list[str]:
-        names = (thread.name for thread in threading.enumerate())
-        return sorted(name for name in names if not name.startswith(OF_THE_PROCESS))
-
-    @staticmethod
-    def files() -> list[str]:
-        """What the open files are, where the system tells."""
-        found = []
-        for each in FILES.iterdir() if FILES.exists() else ():
-            with suppress(OSError):  # the one that reads this folder
-                found.append(os.readlink(each))
-        return sorted(found)
-
-    @staticmethod
-    def tensors() -> int:
-        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
-
-    def left(self, *, but: str = "") -> tuple[list[str], list[str]]:
-        """Threads, and open files but those with `but` in their names, that were not there before. What an earlier
-        test has left may go meanwhile."""
-        threads = Counter(self.threads()) - self.threads_before
-        files = Counter(each for each in self.files() if not but or but not in each) - self.files_before
-        return [*threads.elements()], [*files.elements()]
+    def threads(self) -> set[threading.Thread]:
+        """Those that were not there before."""
+        return left_over.own_threads() - self.threads_before
 
     def of(self, which: int) -> Twins:
         return self.twins[which % len(self.twins)]
@@ -433,10 +408,8 @@ class Machine(RuleBasedStateMachine):
             for compare in (same_weights, same_state) if self.compares == "weights" else (same_state, same_weights):
                 compare(twins.ours, twins.plain)
         self.compares = "weights"
-        threads, files = self.left(but="hf_l2l-spill-")
         most = 2 * len(self.twins)  # a thread that has been told to end may take a moment
-        assert len(threads) <= most or gone(lambda: len(self.left()[0]) <= most), threads
-        assert not files, files
+        assert len(self.threads()) <= most or gone(lambda: len(self.threads()) <= most), self.threads()
 
     def teardown(self) -> None:
         if self.gate is not None:
@@ -451,8 +424,9 @@ class Machine(RuleBasedStateMachine):
         self.exits.close()
         if sys.exception() is not None:  # it refers to tensors
             return
-        assert gone(lambda: self.left() == ([], [])), f"threads and files: {self.left()}"
-        assert gone(lambda: self.tensors() <= self.tensors_before), f"{self.tensors()} after {self.tensors_before}"
+        assert gone(lambda: not self.threads()), self.threads()
+        assert gone(lambda: left_over.files() <= self.files_before), "files are still open"
+        assert gone(lambda: left_over.live_tensors() <= self.tensors_before), "tensors are still there"
 
 
 def same_weights(ours: Layered, plain: Side) -> None:
