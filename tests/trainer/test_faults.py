@@ -111,20 +111,12 @@ def in_recompute(made: Any, armed: Armed) -> None:
     _layer(made).register_forward_pre_hook(broken)
 
 
-class _InBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, armed: Armed) -> torch.Tensor:
-        ctx.armed = armed
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.armed()
-        return gradient, None
-
-
 def in_backward(made: Any, armed: Armed) -> None:
-    _layer(made).register_forward_hook(lambda _, args, out: _InBackward.apply(out, armed))  # type: ignore[no-untyped-call]
+    def hooked(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: armed())
+
+    _layer(made).register_forward_hook(hooked)
 
 
 PLACES: dict[str, Callable[[Any, Armed], None]] = {

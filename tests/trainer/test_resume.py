@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accumulated import tiny_llama
-from budgeted import bert, plan_of, use_machine_of_8_mib
+from budgeted import plan_of, use_machine_of_8_mib
 from devices import DEVICE
 from hf_l2l import L2LTrainer
 from models import VOCAB
@@ -297,9 +297,10 @@ def test_with_other_options(tmp_path, first, then):
 @on_sim
 def test_with_a_budget(tmp_path, monkeypatch):
     use_machine_of_8_mib(monkeypatch, tmp_path)
-    options = {"model": partial(bert, dropout=0.1), "device_memory_budget": "1MiB"}
-    whole = whole_run(tmp_path / "whole", **options)
-    again = assert_resumes_at(whole, 5, tmp_path / "again", **options)
+    options = {"model": partial(tiny_bert, layers=2, width=64), "device_memory_budget": "1MiB", "max_steps": 3}
+    whole, again = whole_run(tmp_path / "whole", **options), recorded(tmp_path / "again", **options)
+    again.made.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same_checkpoint(*(tmp_path / name / "checkpoint-3" for name in ("again", "whole")))
     assert plan_of(again.made).chosen == plan_of(whole.made).chosen
 
 

@@ -125,20 +125,8 @@ def _in_forward(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Fail
 
 
 def _in_recompute(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    calls = {"in backward": False}
-    backward = torch.Tensor.backward
-
-    def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        calls["in backward"] = True
-        try:
-            backward(tensor, *args, **kwargs)
-        finally:
-            calls["in backward"] = False
-
-    patch.setattr(torch.Tensor, "backward", told)
-
     def broken(x: torch.Tensor) -> torch.Tensor:
-        if calls["in backward"]:
+        if torch._C._current_graph_task_id() != -1:
             failing.now()
         return x
 
@@ -153,19 +141,14 @@ def _in_norm(
     patch.setattr(nn.LayerNorm, "forward", lambda module, x: norm(module, broken(x) if module is of_layer else x))
 
 
-class _FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, failing: Failing) -> torch.Tensor:
-        ctx.failing = failing
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.failing.now()
-
-
 def _in_backward(patch: pytest.MonkeyPatch, model: Any, index: int, failing: Failing) -> None:
-    _in_norm(patch, model, index, lambda x: _FailsBackward.apply(x, failing))  # type: ignore[no-untyped-call]
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = x.view_as(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: failing.now())
+        return x
+
+    _in_norm(patch, model, index, broken)
 
 
 class Place(NamedTuple):
