@@ -7,12 +7,10 @@ import inspect
 import io
 import pickle
 import types
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-import transformers as hf
 from accelerate import Accelerator, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import distributed, nn
@@ -336,17 +334,6 @@ def test_models_that_are_placed_or_wrapped_are_refused(group_of_two, tmp_path):
         for attach in (attach_l2l, lambda model: l2l_trainer(tmp_path, model=model)):
             with pytest.raises(ValueError, match=says):
                 attach(model)
-
-
-def test_layers_with_a_backward_of_their_own_are_refused_on_a_device(device):
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "attention_head_size": 8, "feed_forward_size": 24}
-    kinds = {"attn_layers": ["local", "local"], "local_attn_chunk_length": 4, "axial_pos_embds": False}
-    config = hf.ReformerConfig(**sizes, **kinds, vocab_size=60, max_position_embeddings=16, is_decoder=True)
-    model = hf.ReformerModelWithLMHead(config)
-    refused = pytest.raises(ValueError, match="a ReformerLayer has a backward_pass")
-    with nullcontext() if device == "cpu" else refused:
-        attach_l2l(model)
-    attach_l2l(model, L2LConfig(device="cpu"))
 
 
 def test_a_process_group_comes_before_attaching(request, monkeypatch):

@@ -119,30 +119,6 @@ def test_same_bits_from_a_streamed_training_set(tmp_path):
     assert_as_plain(streaming(l2l_trainer), streaming(plain_trainer))
 
 
-@cpu_suffices
-def test_early_stopping_and_the_best_model(tmp_path):
-    found, expected = (
-        trained(
-            make,
-            tmp_path / make.__name__,
-            max_steps=8,
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            load_best_model_at_end=True,
-            metric_for_best_model="eval_loss",
-            learning_rate=3e-2,
-            callbacks=[hf.EarlyStoppingCallback(early_stopping_patience=2)],
-        )
-        for make in (l2l_trainer, plain_trainer)
-    )
-    assert found.state.global_step == expected.state.global_step < 8
-    assert found.state.best_metric == expected.state.best_metric
-    assert_as_plain(found, expected)
-    assert found.evaluate()["eval_loss"] == found.state.best_metric
-
-
 # ---- several trainings of a model
 
 
