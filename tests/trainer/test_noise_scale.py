@@ -250,26 +250,12 @@ def test_a_step_that_is_given_up_is_measured_with_the_next(tmp_path):
 
 @cpu_suffices
 def test_what_measures_nothing_is_told(tmp_path, caplog):
-    """Each batch has fewer rows than a micro-batch may have; or no layer is streamed."""
+    """Each batch has fewer rows than a micro-batch may have."""
     mine = l2l_trainer(tmp_path, ubatch_size=4, **ON)
     mine.train_dataset = rows(4)
     with caplog.at_level(logging.WARNING):
         mine.train()
     assert caplog.text.count("measures nothing so far") == 1 and found_by(mine).steps == 0
-
-    class Linear(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 2)
-
-        def forward(self, input_ids: Any = None, labels: Any = None, **_: Any) -> dict[str, torch.Tensor]:
-            logits = self.linear(input_ids.float())
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no stack of layers"):
-        mine = l2l_trainer(tmp_path, model=Linear(), max_steps=1, **ON)
-        mine.train()
-    assert "layers that are streamed: none is" in caplog.text
     assert not any(name in entry for entry in mine.state.log_history for name in NAMES)
 
 
