@@ -62,10 +62,6 @@ def options_of_l2l(draw: Any) -> dict[str, Any]:
     }
 
 
-class InterruptedError_(Exception):
-    """What a layer raises."""
-
-
 def gone(is_over: Callable[[], bool]) -> bool:
     """Whether what nobody refers to any more is gone, once it has been collected: graphs of autograd hide what they
     refer to until they are gone themselves, and its thread for a device lets go a moment later."""
@@ -237,64 +233,6 @@ class Machine(RuleBasedStateMachine):
     def refuses_to_go_on(self, twins: Twins, batch: dict[str, torch.Tensor]) -> None:
         with pytest.raises(EngineFailedError):
             twins.ours.backward(batch, 1.0, is_last=False)
-
-    @rule(which=which, rows=rows, seed=seeds)
-    def fail_an_update(self, which: int, rows: int, seed: int) -> None:
-        """The update of one parameter raises; the program goes on from its last checkpoint, in a new model."""
-        if self.breaks_by_an_update(which, rows, seed):
-            self.begin_again(which, cross=False, options=self.of(which).ours.options)
-        self.compares = "weights"
-
-    def breaks_by_an_update(self, which: int, rows: int, seed: int) -> bool:
-        twins = self.of(which)
-        ours, batch = twins.ours, batch_of(rows, seed)
-        layer = ours.layers[seed % len(ours.layers)]
-        broken = next((p for p in layer.parameters() if p.requires_grad), None)
-        if broken is None:
-            return False
-        ours.eps.synchronize()
-        ours.optimizer.zero_grad()
-        no_state = torch.zeros(7, 7, 7, 7, 7)
-        ours.optimizer.state[broken] = {"momentum_buffer": no_state}
-        with pytest.raises((KeyError, RuntimeError)) as raised:
-            ours.backward(batch, 1.0, is_last=True)
-            ours.step(skips=False)
-            ours.eps.synchronize()
-        assert not isinstance(raised.value, EngineFailedError)
-        self.refuses_to_go_on(twins, batch)
-        return True
-
-    @rule(which=which, rows=rows, seed=seeds, forward=st.booleans())
-    def fail_a_layer(self, which: int, rows: int, seed: int, forward: bool) -> None:
-        """An exception in a layer, in the forward or the recompute; the program drops the gradients and goes on."""
-        ours, batch = self.of(which).ours, batch_of(rows, seed)
-        random = torch.get_rng_state()
-        buffers = {name: each.clone() for name, each in ours.model.named_buffers()}
-
-        fails = forward
-
-        def fail(*_: Any) -> None:
-            if fails:
-                raise InterruptedError_
-
-        layer = ours.layers[seed % len(ours.layers)]
-        handle = layer.register_forward_pre_hook(fail)  # which is before the forward
-        loss = None if forward else ours.model(**batch).loss
-        fails, raised = True, False
-        try:
-            with ours.eps.accumulate():  # eager updates would have begun
-                (ours.model(**batch).loss if loss is None else loss).backward()
-        except InterruptedError_:
-            raised = True
-        assert raised or not forward
-        handle.remove()
-        del loss
-        with torch.no_grad():
-            for name, each in ours.model.named_buffers():
-                each.copy_(buffers[name])
-        torch.set_rng_state(random)
-        self.of(which).both(lambda side: side.optimizer.zero_grad())
-        self.compares = "weights"
 
     @rule(which=which, rows=rows, seed=seeds)
     def evaluate(self, which: int, rows: int, seed: int) -> None:
