@@ -107,13 +107,12 @@ def assert_detached(model: nn.Module) -> None:
     assert not names & {"_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__"}
 
 
-@pytest.mark.parametrize("by", ["deepcopy", "pickle"])
-def test_a_copy_is_a_detached_model(by):
+def test_a_copy_is_a_detached_model():
     model = bert()
     attach_l2l(model, L2LConfig(ubatch_size=3))
     batch = batch_for(model)
     train_once(model, batch)
-    other = copied(model, by)
+    other = copied(model, "pickle")
     assert_detached(other)
     for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b) and a is not b, name

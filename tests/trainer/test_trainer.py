@@ -106,19 +106,6 @@ def test_evaluation_and_prediction_without_training(tmp_path, layers, dispatched
     assert len(found[-1]) == 66
 
 
-@cpu_suffices
-def test_same_bits_from_a_streamed_training_set(tmp_path):
-    def streaming(make):
-        def made(*args, **options):
-            found = make(*args, **options)
-            found.train_dataset = Streamed(rows(30))
-            return found
-
-        return trained(made, tmp_path / make.__name__)
-
-    assert_as_plain(streaming(l2l_trainer), streaming(plain_trainer))
-
-
 # ---- several trainings of a model
 
 
@@ -195,17 +182,6 @@ def test_a_trainer_is_freed_with_its_last_reference(tmp_path):
 
 
 # ---- optimizers and schedules of the program
-
-
-@cpu_suffices
-def test_optimizer_and_scheduler_of_the_user(tmp_path):
-    def made(make):
-        model = small_bert()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return trained(make, tmp_path / make.__name__, model=model, optimizers=(optimizer, scheduler))
-
-    assert_as_plain(made(l2l_trainer), made(plain_trainer))
 
 
 @cpu_suffices
