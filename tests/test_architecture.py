@@ -505,7 +505,7 @@ BESIDE = {
     "report": "host_tensors pictures.run_log pictures.run_picture timeline trace_file traced_steps wait_time",
     # Parts of the side of the Trainer that no public name reaches, or where its surroundings are patched.
     "accumulation": "merging",
-    "hf": "attach checkpoints hooks preparation training_args",
+    "hf": "attach checkpoints preparation training_args",
     # Programs, in this process, and what they are made of.
     "cli": "demo main printed.estimate printed.model_facts",
     "glue": "compare data messages options own_data.columns own_data.files retired said.ending said.typed scores",

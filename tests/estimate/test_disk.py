@@ -51,16 +51,6 @@ def test_a_step_takes_as_long_as_the_disk_does():
     )
 
 
-def test_without_state_on_disk_checkpoints_are_told():
-    in_memory = MemoryEstimate(masters=4 * GB, gradients=0, moments=8 * GB, shell=0, slots=0)
-    assert list(disk_sentences(in_memory, None, 1.0)) == []
-    assert [text[:26] for text in disk_sentences(in_memory, RATES, None)] == [
-        "the disk reads 1.9 GiB/s a",
-        "a real-time checkpoint has",
-    ]
-    assert in_memory.host_bytes == 12 * GB and ON_DISK.host_bytes == 6 * GB
-
-
 @pytest.mark.parametrize(
     ("layers", "read", "written"),
     [

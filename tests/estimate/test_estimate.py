@@ -12,8 +12,7 @@ from torch import nn
 
 from hf_l2l import L2LConfig, L2LTrainingArguments, estimate
 from hf_l2l.sizing.capacity import LORA, RANK, SETTINGS
-from models import SMALL, llama
-from tiers import more, nightly
+from models import SMALL, llama, vit
 
 BATCH: dict[str, Any] = {"rows": 4, "tokens": 8}
 HOST: dict[str, Any] = {"stash": "host", "ubatch_size": 1}
@@ -44,9 +43,9 @@ def test_a_config_a_folder_and_a_file_are_the_model_they_make(tmp_path):
     config = hf.LlamaConfig(**SMALL, num_key_value_heads=1, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)
     expected = bytes_of(estimate(hf.LlamaForCausalLM(config), **BATCH))
-    for source in (str(tmp_path), config, *more(tmp_path, tmp_path / "config.json")):
-        assert bytes_of(estimate(source, **BATCH)) == expected
-    assert estimate(tmp_path).masters == expected["host", "masters"]
+    assert bytes_of(estimate(str(tmp_path), **BATCH)) == expected
+    for source in (tmp_path, tmp_path / "config.json", config):
+        assert estimate(source).masters == expected["host", "masters"]
 
 
 def test_a_class_for_a_config():
@@ -64,10 +63,6 @@ def test_options_rows_and_the_optimizer_come_from_the_arguments(tmp_path):
     adamw = torch.optim.AdamW(model.parameters(), fused=True)
     assert bytes_of(by_args) == bytes_of(estimate(model, config, adamw, rows=4, tokens=8))
     assert by_args.rows == 4
-    for rows in more(2):
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = estimate(model, args, sgd, rows=rows, tokens=8)
-        assert (found.rows, found.moments) == (rows, 0)
 
 
 def test_the_state_is_that_of_the_optimizer_of_the_arguments(tmp_path):
@@ -80,14 +75,6 @@ def test_the_state_is_that_of_the_optimizer_of_the_arguments(tmp_path):
     assert estimate(model, arguments(tmp_path, l2l_optimizer="lamb")).moments >= 8 * parameters
 
 
-def test_plain_arguments_have_the_defaults(tmp_path):
-    args = hf.TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=3, report_to="none")
-    found = estimate(llama(), args, tokens=8)
-    assert found.rows == 3
-    same = arguments(tmp_path, per_device_train_batch_size=3, device_memory_budget="auto")
-    assert bytes_of(found) == bytes_of(estimate(llama(), same, tokens=8))
-
-
 def test_accumulated_batches_that_run_as_one_are_on_the_device_together(tmp_path):
     options: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     merged = estimate(llama(), arguments(tmp_path, **options), tokens=8)
@@ -96,16 +83,12 @@ def test_accumulated_batches_that_run_as_one_are_on_the_device_together(tmp_path
     expected = estimate(llama(), L2LConfig(ubatch_size=2), rows=6, tokens=8)
     # The batches that are put together are there as well.
     assert merged.device_peak == expected.device_peak + 2 * 8 * 6 * 8 > apart.device_peak
-    # The Trainer would compute the loss itself, so its batches run one by one.
-    assert estimate(llama(), arguments(tmp_path, label_smoothing_factor=0.1, **options), tokens=8).rows == 2
 
 
-def test_autocast_of_the_arguments_is_followed(tmp_path, monkeypatch):
+def test_autocast_of_the_arguments_is_followed(tmp_path):
     plain = estimate(llama(), arguments(tmp_path), **BATCH)
     found = estimate(llama(), arguments(tmp_path, bf16=True, use_cpu=True), **BATCH)
     assert found.device_peak < plain.device_peak and found.plain < plain.plain and found.notes == plain.notes
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` sets it
-    assert bytes_of(estimate(llama(), arguments(tmp_path), **BATCH)) == bytes_of(found)
 
 
 class Sees(nn.Module):
@@ -135,49 +118,24 @@ def test_packed_inputs_are_not_cut():
         assert both.report["device"][name] == text.report["device"][name]
     assert both.report["device"]["inputs"]["peak"] - text.report["device"]["inputs"]["peak"] == patches.nbytes
 
-    found = estimate(Sees(), **BATCH)
-    assert found.notes == ("a Sees takes pixel_values, too: this is the memory for batches of text alone",)
-    assert estimate(llama(), **BATCH).notes == ()
+    [note] = estimate(Sees(), **BATCH).notes
+    assert note == "a Sees takes pixel_values, too: this is the memory for batches of text alone"
 
 
-WAV2VEC2: dict[str, Any] = {"conv_dim": (16,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
-
-
-@pytest.mark.parametrize(
-    ("config", "model_class"),
-    [
-        (hf.BertConfig(**SMALL), "BertForMultipleChoice"),
-        *more((hf.Wav2Vec2Config(**SMALL, **WAV2VEC2), "Wav2Vec2ForCTC")),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-def test_models_with_inputs_of_other_shapes(config, model_class):
-    found = estimate(config, L2LConfig(ubatch_size=1), rows=2, model_class=model_class)
+def test_models_with_inputs_of_other_shapes():
+    found = estimate(hf.BertConfig(**SMALL), L2LConfig(ubatch_size=1), rows=2, model_class="BertForMultipleChoice")
     assert found.device_peak > found.shell + found.slots
 
 
-VIT = {k: v for k, v in SMALL.items() if k != "vocab_size"}
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "said"),
-    [
-        (3, {}, "model must be a model"),
+def test_bad_input_is_one_sentence():
+    for source, options, said in (
         ("nobody/no-such-model", {}, "HF_HUB_OFFLINE"),
-        (llama, {"model_class": "LlamaForCausalLM"}, "model_class"),
         (hf.BertConfig(**SMALL), {"model_class": "Nothing"}, "model_class"),
-        (llama, {"rows": 1, "tokens": 0}, "at least 1"),
-        (llama, {"device": "nothing"}, "nothing"),
-        (lambda: nn.Linear(3, 2), {"inputs": {"input": torch.empty(2, 3)}}, "none was found in a Linear"),
-        (
-            hf.ViTConfig(**VIT, image_size=16, patch_size=8),
-            {"model_class": "ViTForImageClassification", **BATCH},
-            "text",
-        ),
-    ],
-)
-def test_bad_input_is_one_sentence(source, options, said):
-    assert said in refused(source() if callable(source) else source, **options)
+        (llama(), {"rows": 1, "tokens": 0}, "at least 1"),
+        (nn.Linear(3, 2), {"inputs": {"input": torch.empty(2, 3)}}, "none was found in a Linear"),
+        (vit(), BATCH, "text"),
+    ):
+        assert said in refused(source, **options)
 
 
 def test_options_are_named_as_the_trainer_calls_them(tmp_path):
@@ -207,15 +165,15 @@ def on_host(**options: Any) -> L2LConfig:
     return L2LConfig(stash="host", boundary="host", ubatch_size=1, **options)
 
 
-@pytest.mark.parametrize("name", [list(SETTINGS)[-1], *more(*list(SETTINGS)[:-1])])
-def test_the_largest_fits_and_one_layer_more_does_not(name, nothing_else):
-    report = estimate(of_layers(11), on_host(**SETTINGS[name]), **OF_TWO).report
+def test_the_largest_fits_and_one_layer_more_does_not(nothing_else):
+    name = list(SETTINGS)[-1]
+    report = estimate(of_layers(6), on_host(**SETTINGS[name]), **OF_TWO).report
     assert report is not None
     room = report["host"]["total"]["peak"]
-    found = estimate(of_layers(3), on_host(), **OF_TWO, host_memory=room).largest[name]
-    assert found.layers == 11 and found.parameters == sum(p.numel() for p in of_layers(11).parameters())
+    found = estimate(of_layers(2), on_host(), **OF_TWO, host_memory=room).largest[name]
+    assert found.layers == 6 and found.parameters == sum(p.numel() for p in of_layers(6).parameters())
     # Norms of gradients, 8 bytes per tensor, are taken to be those of the given model.
-    assert estimate(of_layers(3), on_host(), **OF_TWO, host_memory=room - 2000).largest[name].layers == 10
+    assert estimate(of_layers(2), on_host(), **OF_TWO, host_memory=room - 2000).largest[name].layers == 5
 
 
 def test_settings_and_adapters_need_less_and_less(nothing_else):
@@ -233,14 +191,11 @@ def test_settings_and_adapters_need_less_and_less(nothing_else):
     assert {(each.layers, each.parameters) for each in none.values()} == {(0, 0)}
 
 
-@nightly
-def test_the_largest_depends_on_the_optimizer_and_the_stash(nothing_else):
-    model = of_layers(3)
+def test_the_largest_depends_on_the_optimizer(nothing_else):
+    model = of_layers(2)
 
-    def layers(config: L2LConfig, optimizer: Any = None, tokens: int = 8) -> int:
-        found = estimate(model, config, optimizer, rows=2, tokens=tokens, host_memory=10**6)
+    def layers(optimizer: Any = None) -> int:
+        found = estimate(model, on_host(), optimizer, **OF_TWO, host_memory=10**6)
         return found.largest["fp32"].layers
 
-    adam = layers(on_host())
-    assert layers(on_host(), torch.optim.SGD(model.parameters(), lr=0.1)) > 1.8 * adam
-    assert layers(on_host(), tokens=400) < adam <= layers(L2LConfig(), tokens=400)
+    assert layers(torch.optim.SGD(model.parameters(), lr=0.1)) > 1.8 * layers()

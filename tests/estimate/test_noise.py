@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hf_l2l import L2LBatchGrowth
 from hf_l2l.noise.estimate import Measured, NoiseScale, together
 from hf_l2l.noise.items import items_of_rows, measured
-from tiers import combinations
 
 PARAMETERS = 4000
 SIGNAL, NOISE = 2.0, 300.0
@@ -37,9 +36,7 @@ def step_of(counts: list[int], parts: list[torch.Tensor], *, is_sum: bool = True
     return found + Measured(squares=sum(float(part.square().sum()) for part in parts))
 
 
-@pytest.mark.parametrize(
-    ("counts", "is_sum"), combinations([[8] * 4, [1, 3, 17, 40, 2], [64, 64]], [True, False], together=1)
-)
+@pytest.mark.parametrize(("counts", "is_sum"), [([1, 3, 17, 40, 2], False), ([64, 64], True)])
 def test_noise_that_is_known_is_found(counts, is_sum):
     generator, scale = torch.Generator().manual_seed(1), NoiseScale()
     for _ in range(1500):
@@ -99,12 +96,8 @@ def test_a_step_that_tells_nothing_is_left_out():
     scale.observe(two + Measured(squares=2.0), math.nan)
     scale.observe(Measured(), 0.0)
     assert scale == NoiseScale() and scale.scale is None and scale.critical_batch is None
-
-
-def test_noise_that_hides_the_signal_is_not_logged():
-    scale = NoiseScale()
-    two = measured([1, 1], [(0, 1), (1, 2)], is_sum=True)
-    scale.observe(two + Measured(squares=2.0), 1.0)  # the parts are orthogonal, or worse
+    one_each = measured([1, 1], [(0, 1), (1, 2)], is_sum=True)
+    scale.observe(one_each + Measured(squares=2.0), 1.0)  # the parts are orthogonal: noise hides the signal
     assert scale.steps == 1 and scale.signal < 0 and scale.scale is None
 
 
@@ -114,13 +107,6 @@ def test_a_rank_that_divides_by_its_own_items_weighs_as_the_others():
     both = together([first, second]).of_weight_1()
     assert both.weight == pytest.approx(1.0) and both.items == 77 and both.rows == 4
     assert both.weight_squares == pytest.approx(2 * ((3 / 14) ** 2 + (4 / 14) ** 2))
-
-
-def test_averages_pass_through_a_checkpoint():
-    scale = NoiseScale()
-    two = measured([1, 2], [(0, 1), (1, 2)], is_sum=True)
-    scale.observe(two + Measured(squares=0.9), 1.1)
-    assert NoiseScale.of_state(json.loads(json.dumps(scale.state()))) == scale
 
 
 def test_items_are_what_the_loss_counts():
@@ -199,7 +185,9 @@ def test_a_wish_for_a_larger_batch_ends_with_its_reason():
     assert json.loads(json.dumps(growth.state())) == growth.state()
 
 
-@pytest.mark.parametrize("given", [(0,), (2.5,), (None,), (True,), (8, "half")])
-def test_what_is_no_bound_or_rule_is_refused(given):
-    with pytest.raises(ValueError, match="most_rows must be" if len(given) == 1 else "learning_rate must be one of"):
-        L2LBatchGrowth(*given)
+def test_what_is_no_bound_or_rule_is_refused():
+    for most in (0, 2.5, True):
+        with pytest.raises(ValueError, match="most_rows must be"):
+            L2LBatchGrowth(most)
+    with pytest.raises(ValueError, match="learning_rate must be one of"):
+        L2LBatchGrowth(8, "half")

@@ -17,15 +17,14 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_l2l.scale import HARDWARE, Cluster, Degrees, Method, TransformerShape, Usage, fastest
-from hf_l2l.scale.curves import SCALINGS, arranged, curves
+from hf_l2l.scale import HARDWARE, Cluster, Degrees, Method, TransformerShape, Usage
+from hf_l2l.scale.curves import arranged, curves
 
 GIB, DAY_S, YEAR_S = 2**30, 86_400, 365 * 86_400
 
 A100 = Cluster(HARDWARE["a100"])
 ANY_NODE = Cluster(HARDWARE["a100"], node_size=10**6)
 ETHERNET = Cluster(HARDWARE["a100"], network=6.25)
-X160 = TransformerShape.family(160)
 IMPROVED = Method.IMPROVED
 
 
@@ -49,12 +48,6 @@ def without_sums(usage: Usage) -> float:
     return usage.seconds() * (1 - found.tensor / (1 + found.tensor + found.pipeline + found.reduction))
 
 
-@pytest.mark.parametrize("method", SCALINGS.values(), ids=SCALINGS)
-def test_at_a_trillion_the_curves_are_table_6_1(method):
-    parallelism = "data+tensor" if method is Method.PARTITIONED else "3d"
-    assert arranged(X160, A100, method).degrees == fastest(X160, A100, method, parallelism).usage.degrees
-
-
 def test_figure_4_within_a_month():
     """Section 7: about 4.5 trillion parameters, with 13 GB."""
     found = largest(A100, within(30 * DAY_S))
@@ -63,11 +56,8 @@ def test_figure_4_within_a_month():
 
 
 def test_figure_4_over_several_nodes():
-    """See above: what the equations give, and what they give with the degrees that the printed figures follow from."""
-    year = largest(A100, within(YEAR_S))
-    assert (round(trillions(year)), year.degrees.tensor, round(year.memory.total / GIB)) == (37, 16, 69)
-    assert round(trillions(largest(A100, lambda usage: usage.memory.resident <= 80 * GIB))) == 212
-    assert round(trillions(largest(A100, lambda usage: usage.memory.total <= 80 * GIB))) == 65
+    """See above: what the equations give (`programs/test_plan.py` has it) with the degrees that the printed figures
+    follow from."""
 
     def printed(x: int) -> Usage:
         usage = arranged(TransformerShape.family(x), A100, IMPROVED)
@@ -84,15 +74,6 @@ def test_figure_4_over_several_nodes():
     assert printed(376).memory.total / GIB == pytest.approx(80, rel=0.02)
 
 
-def test_tensor_parallelism_over_infiniband():
-    """Section 5: efficient from 25 trillion parameters on, by equation 12 with at most 25 % of the time."""
-    degrees = [1 + TransformerShape.family(x).width / HARDWARE["a100"].intensity(50) for x in (290, 296)]
-    assert degrees[0] < 16 < degrees[1] and trillions(arranged(TransformerShape.family(290), A100, IMPROVED)) > 24
-    shape = TransformerShape.family(472)
-    assert Usage(shape, A100, IMPROVED, Degrees(1, 1, tensor=39)).efficiency.tensor == pytest.approx(0.25, rel=0.02)
-    assert Usage(shape, ANY_NODE, IMPROVED, Degrees(1, 1, tensor=39)).efficiency.tensor < 0.03
-
-
 def test_above_the_quadrillion_the_improved_method_is_the_partitioned_one():
     """Section 7: pipelines are no longer needed there."""
     small, large = TransformerShape.family(600), TransformerShape.family(728)
@@ -107,12 +88,11 @@ def test_figure_5_memory():
     assert found.shape.parameters == pytest.approx(1e17, rel=0.15)
 
 
-@pytest.mark.parametrize(("seconds", "printed", "ours"), [(30 * DAY_S, 40, 31), (YEAR_S, 900, 709)])
-def test_figure_5_times(seconds, printed, ours):
-    """See above: as printed without the time of sums, and what it is with it."""
-    free = largest(ANY_NODE, lambda usage: without_sums(usage) <= seconds)
-    assert trillions(free) == pytest.approx(printed, rel=0.06)
-    assert round(trillions(largest(ANY_NODE, within(seconds)))) == ours
+def test_figure_5_times():
+    """See above: as printed, without the time of sums."""
+    for seconds, printed in ((30 * DAY_S, 40), (YEAR_S, 900)):
+        free = largest(ANY_NODE, lambda usage, seconds=seconds: without_sums(usage) <= seconds)
+        assert trillions(free) == pytest.approx(printed, rel=0.06)
 
 
 def test_figure_7():
@@ -142,12 +122,6 @@ def test_figure_8():
         assert slow.degrees.pipeline > fast.degrees.pipeline
     assert slower[48] > slower[160] > slower[320]
     assert slower[160] == pytest.approx(1.41, abs=0.005), "printed as about 4 %"
-
-
-def test_fine_tuning_a_trillion_parameters():
-    """Section 9.1: over 2000 GPU-days for 1000 steps."""
-    found = X160.flops(X160.critical_batch) * 1000 / HARDWARE["a100"].peak_flops / DAY_S
-    assert 2000 < found < 2500
 
 
 def test_curves_have_no_gaps():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,9 +20,9 @@ from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, ti
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.shapes.inputs import example_inputs
-from tiers import more, nightly
+from tiers import more
 
-ROWS = 8
+ROWS = 4
 RATES = {
     "link": Rates(flops=1e13, link_up=1e9, link_down=1e9, adamw=1e10, device_adamw=1e10),
     "update": Rates(flops=1e13, link_up=1e11, link_down=1e11, adamw=1e8, device_adamw=1e10),
@@ -30,7 +31,8 @@ RATES = {
 }
 
 
-def run_of(layers: int = 3, width: int = 64, **options: Any) -> RunShapes:
+@cache
+def run_of(layers: int = 2, width: int = 64, **options: Any) -> RunShapes:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 4}
     config = hf.LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=layers, vocab_size=500)
     with torch.device("meta"):
@@ -53,7 +55,7 @@ def smallest_of(run: RunShapes) -> int:
 
 
 def test_a_budget_that_no_choice_meets_names_the_smallest():
-    run = run_of(2)
+    run = run_of()
     smallest = smallest_of(run)
     plan = make_plan(run, smallest, RATES["link"])
     assert plan.peak_bytes <= smallest and plan.config.ubatch_size == 1
@@ -69,21 +71,6 @@ def test_options_that_are_set_bind_the_plan():
     assert (plan.config.ubatch_size, plan.config.stash, plan.config.resident_layers) == (2, "host", 1)
 
 
-@nightly
-@pytest.mark.parametrize(("layers", "rates"), [(2, "update"), *more(*((3, each) for each in RATES))])
-def test_more_memory_is_never_slower(layers, rates):
-    run = run_of(layers)
-    smallest = smallest_of(run)
-    seconds = []
-    for share in sorted((1, 3, 12, *more(1.2, 1.5, 2, 5, 8))):
-        plan = make_plan(run, int(share * smallest), RATES[rates])
-        assert plan.peak_bytes <= share * smallest
-        seconds.append(plan.time.seconds)
-    # What saves most per byte first is not the best for every budget.
-    assert all(after <= 1.02 * before for before, after in zip(seconds, seconds[1:], strict=False))
-    assert seconds[-1] < seconds[0]
-
-
 def all_options(run: RunShapes) -> Iterator[L2LConfig]:
     """Every combination that a plan may choose."""
     counts = range(len(run.layers) + 1)
@@ -93,7 +80,7 @@ def all_options(run: RunShapes) -> Iterator[L2LConfig]:
     ):
         if weights > len(run.layers) - resident or (stash == "device" and inputs):
             continue
-        for ubatch_size, gradient_slots in product((1, 2, 4, 8), (1, 2)):
+        for ubatch_size, gradient_slots in product((1, 2, 4), (1, 2)):
             yield replace(
                 run.config,
                 stash=stash,
@@ -108,12 +95,9 @@ def all_options(run: RunShapes) -> Iterator[L2LConfig]:
             )
 
 
-@pytest.mark.parametrize(
-    ("layers", "rates"),
-    [(2, "compute"), *more((2, "update"), (2, "link"), (2, "calls"), *product((3, 4), ("link", "compute")))],
-)
-def test_no_other_choice_is_faster(layers, rates):
-    run = run_of(layers)
+@pytest.mark.parametrize("rates", ["compute", *more("update", "link", "calls")])
+def test_no_other_choice_is_faster(rates):
+    run = run_of()
     known = [(needed(run, each), time_of(run, each, RATES[rates]).seconds) for each in all_options(run)]
     smallest = min(size for size, _ in known)
     for share in (1.0, 1.8, *more(1.3, 2.5, 4.0)):
@@ -131,10 +115,9 @@ def test_tokens_from_which_transfers_and_updates_are_hidden():
     # 4 bytes and 2 operations per weight and token, and attention.
     assert found[0]["upload"] == pytest.approx(2 * slow.flops / slow.link_up, rel=0.2)
     assert found[0]["update"] > found[0]["update in a step"] > 0
-    assert set(run.tokens_that_hide(L2LConfig(resident_layers=3), slow).values()) == {0}
+    assert set(run.tokens_that_hide(L2LConfig(resident_layers=2), slow).values()) == {0}
 
 
-@nightly
 def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
     """A training waits for its plan, so what a search has computed for some options is not computed again."""
     seen: Counter[L2LConfig] = Counter()
@@ -145,7 +128,7 @@ def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
         return counted(run, config, number)
 
     monkeypatch.setattr(RunShapes, "on_device", count)
-    run = run_of(layers=4)
+    run = run_of(layers=3)
     make_plan(run, 3 * needed(run, L2LConfig(stash="host", boundary="host", ubatch_size=1)), RATES["link"])
     assert len(seen) > 50
     assert max(seen.values()) <= 2  # in the searches, and of the plan that is made
@@ -161,22 +144,13 @@ def test_sums_over_ranks_on_the_device_are_in_the_plan():
     assert ranks.most(config) == alone.most(config) + ranks.for_ranks
 
 
-def test_sums_over_ranks_of_small_parameters_in_no_layer_are_in_the_plan():
-    """They are added together: here they have more elements than a layer."""
-    model = run_of().model
-    model.many = torch.nn.Linear(1000, 1000)
-    ranks = RunShapes(model, L2LConfig(), run_of().inputs, ranks_add=2)
-    assert max(layer.gradients for layer in ranks.weights.layers) < 4_004_000
-    assert ranks.for_ranks > 3.5 * 4_004_000
-
-
 def test_with_state_on_disk_not_all_weights_are_resident():
     """Whatever the budget: masters on disk are those of the host."""
     run = run_of(state_tier="disk")
     whole = replace(run.config, state_tier="host", resident="all", kept_graphs=len(run.layers))
-    for share, apart in ((2, False), (0.5, False), *more((2, True), (0.5, True))):
+    for share in (2, 0.5):
         budget = int(share * needed(run, whole))
-        plan = make_plan(run, budget, RATES["link"], apart=apart)
+        plan = make_plan(run, budget, RATES["link"])
         assert plan.config.state_tier == "disk" and plan.config.resident != "all"
         assert plan.peak_bytes <= budget
         # The time of the disk is told by `estimate --disk`.

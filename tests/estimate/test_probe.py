@@ -13,7 +13,7 @@ import torch
 
 from hf_l2l.probe import known, rates
 from hf_l2l.probe.figures import HardwareFigures
-from hf_l2l.probe.rates import Sizes, device_name, probe
+from hf_l2l.probe.rates import Sizes, probe
 
 TINY = Sizes(copied_bytes=2**16, parameters=2**10, most_rows=64, seconds=0.0)
 
@@ -55,29 +55,18 @@ def test_a_dtype_without_products_is_left_out(monkeypatch):
     assert list(probe("cpu", TINY).flops) == ["fp32"]
 
 
-@pytest.mark.parametrize("most", [2**20, 512])
-def test_matrices_grow_until_they_take_long_enough_or_there_is_no_memory(most, monkeypatch):
+def test_matrices_grow_until_there_is_no_memory(monkeypatch):
     seen = []
 
     def product(device, dtype, rows):
-        if rows > most:
+        if rows > 512:
             raise torch.OutOfMemoryError("no memory")
         seen.append(rows)
         return lambda: 0.001 * (rows / 256) ** 3
 
     monkeypatch.setattr(rates, "product", product)
     assert rates.flops_of(torch.device("cpu"), torch.float32, Sizes()) == pytest.approx(2 * 256**3 / 0.001)
-    assert seen == [256, 512, 1024][: 2 if most == 512 else 3]
-
-
-def test_the_name_of_the_processor(tmp_path):
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\n")
-    assert rates.processor_name(info) == "A Fast One @ 3 GHz"
-    assert rates.processor_name(tmp_path / "none") != ""
-    assert device_name(torch.device("cpu")) != ""
-    with pytest.raises(ValueError, match="must be one this machine has"):
-        probe("cuda:7")
+    assert seen == [256, 512]
 
 
 # ---- figures that are kept
@@ -183,28 +172,19 @@ def test_json_gives_the_same_figures():
         HardwareFigures.from_json(json.dumps({"versions": {}, "probe": None}))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"dram": "fast"}, "dram must be a rate"),
-        ({"dram": 0}, "(got 0)"),
-        ({"dram": True}, "(got True)"),
-        ({"link_up": -1.0}, "link_up must be a rate"),
-        ({"flops": [1]}, "(got [1])"),
-        ({"flops": {"fp32": None}}, "flops must be a rate"),
-        ({"adamw_by_threads": {"few": 1e9}}, "(got 'few')"),
-        ({"page_locked": 1}, "page_locked must be"),
-        ({"speed": 1}, "(got an unknown speed)"),
-        ({"speed": 1, "dram": ...}, "(got an unknown speed and no dram)"),
-        ("{", "must be JSON"),
-        ("[]", "must be a JSON object"),
-    ],
-)
-def test_other_values_are_refused(change, said):
-    text = change
-    if isinstance(change, dict):
-        fields = {**json.loads(OF_A_GPU.to_json()), **change}
-        text = json.dumps({name: value for name, value in fields.items() if value is not ...})
-    with pytest.raises(ValueError) as error:
-        HardwareFigures.from_json(text)
-    assert said in str(error.value) and str(error.value).endswith("write them with: hf-l2l env --probe --json")
+def test_other_values_are_refused():
+    known = json.loads(OF_A_GPU.to_json())
+    for given, said in (
+        ({**known, "dram": 0}, "(got 0)"),
+        ({**known, "link_up": -1.0}, "link_up must be a rate"),
+        ({**known, "flops": {"fp32": None}}, "flops must be a rate"),
+        ({**known, "adamw_by_threads": {"few": 1e9}}, "(got 'few')"),
+        ({**known, "page_locked": 1}, "page_locked must be"),
+        ({**known, "speed": 1}, "(got an unknown speed)"),
+        ([], "must be a JSON object"),
+    ):
+        with pytest.raises(ValueError) as error:
+            HardwareFigures.from_json(json.dumps(given))
+        assert said in str(error.value) and str(error.value).endswith("write them with: hf-l2l env --probe --json")
+    with pytest.raises(ValueError, match="must be JSON"):
+        HardwareFigures.from_json("{")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hf_l2l.scale import HARDWARE, Cluster, Degrees, Limits, Method, TransformerShape, Usage, fastest, smallest
+from hf_l2l.scale import HARDWARE, Cluster, Degrees, Limits, Method, TransformerShape, Usage, fastest
 from hf_l2l.scale.l2l import LayerSizes, LayerTimes, throughput
 
-GIB, DAY_S = 2**30, 86_400
+GIB = 2**30
 
 V100 = LayerTimes(
     layers=24,
@@ -34,14 +34,14 @@ def test_the_v100_example():
     assert slow_link.parallel - V100.parallel == pytest.approx(24 * (31.25e-3 - 16 * 1.6e-3))
 
 
-@pytest.mark.parametrize("measured", [(14.57, 18.6, 22.07), (52.48, 70.97, 84.91)], ids=["1 GPU", "4 GPUs"])
-def test_more_ubatches_by_equation_6(measured):
-    """Later text, table 4: from the rates with 1 and 2 ubatches of 64 rows follows that with 4."""
-    first, second, third = (64 / rate for rate in measured)  # seconds of a ubatch: 4 C + 2 X / u, of all layers
-    uploads = 2 * (first - second)
-    computing = first - uploads
-    _, found = throughput(64, 4, forward=computing / 4, upload=uploads / 2, layers=1)
-    assert found == pytest.approx(64 / third, rel=0.03)
+def test_more_ubatches_by_equation_6():
+    """Later text, table 4: from the rates with 1 and 2 ubatches of 64 rows follows that with 4, of 1 and 4 GPUs."""
+    for measured in ((14.57, 18.6, 22.07), (52.48, 70.97, 84.91)):
+        first, second, third = (64 / rate for rate in measured)  # seconds of a ubatch: 4 C + 2 X / u, of all layers
+        uploads = 2 * (first - second)
+        computing = first - uploads
+        _, found = throughput(64, 4, forward=computing / 4, upload=uploads / 2, layers=1)
+        assert found == pytest.approx(64 / third, rel=0.03)
 
 
 def test_uploads_as_long_as_forwards_are_hidden_by_ten_ubatches():
@@ -68,15 +68,13 @@ def test_memory():
 X48 = TransformerShape.family(48)
 DESKTOP = Cluster(HARDWARE["rtx4090"])
 SERVER = Cluster(HARDWARE["h100"])
-CLUSTERS = ["desktop", "server", "slow host"]
 
 
 def of(shape: TransformerShape, cluster: Cluster, ubatches: int, data: int = 1) -> Usage:
     return Usage(shape, cluster, Method.L2L, Degrees(1, ubatches, data))
 
 
-@pytest.mark.parametrize("ubatches", [1, 64])
-@pytest.mark.parametrize("cluster", [DESKTOP, SERVER, replace(DESKTOP, host_bandwidth=10.0)], ids=CLUSTERS)
+@pytest.mark.parametrize(("cluster", "ubatches"), [(SERVER, 1), (replace(DESKTOP, host_bandwidth=10.0), 64)])
 def test_one_device_takes_the_time_of_equation_7(cluster, ubatches):
     """First text, section 3.1, with few rows and with enough: uploads longer than forwards, and updates longer than
     backwards, are added. So are, besides, sums of gradients, twice as long as an upload, where they are longer than a
@@ -103,13 +101,6 @@ def test_the_device_holds_two_layers_however_deep_the_model_is():
     assert usage.in_host_memory == usage.memory.state == 18 * X48.parameters
 
 
-def test_a_stash_that_the_device_cannot_hold_is_in_host_memory():
-    usage = of(X48, DESKTOP, 8)
-    many = of(X48, DESKTOP, 200)
-    assert many.memory.checkpoints > 20 * GIB > usage.memory.checkpoints
-    assert many.in_host_memory == many.memory.state + many.memory.checkpoints
-
-
 def test_hosts_divide_the_state_and_the_updates():
     """Each has all copies that travel (docs/ranks.md)."""
     one, four = of(X48, SERVER, 4, data=8), of(X48, SERVER, 4, data=32)
@@ -130,25 +121,3 @@ def test_one_card_trains_what_does_not_fit_it():
     assert fewer.efficiency.value < 1, "as many micro-batches as hide all"
     with pytest.raises(ValueError, match="and the state alone takes 216.0 GiB"):
         fastest(TransformerShape.family(64), replace(cluster, host_bytes=128 * GIB), Method.L2L, "none")
-
-
-def test_few_rows_take_longer():
-    few = fastest(X48, DESKTOP, Method.L2L, "none", Limits(devices=1, batch=4))
-    assert few.usage.degrees.batch == 4 and few.usage.efficiency.update > 0
-    assert few.seconds > fastest(X48, DESKTOP, Method.L2L, "none", Limits(devices=1)).seconds
-
-
-def test_a_slow_network_makes_one_node_faster_than_two():
-    found = [
-        fastest(X48, replace(DESKTOP, network=network), Method.L2L, "data", Limits(devices=16)).usage.degrees.devices
-        for network in (0.01, 100)
-    ]
-    assert found == [8, 16]
-
-
-def test_the_smallest_cluster():
-    plan = smallest(X48, SERVER, 5, Method.L2L, "data")
-    assert plan.seconds <= 5 * DAY_S
-    assert (
-        fastest(X48, SERVER, Method.L2L, "data", Limits(devices=plan.usage.degrees.devices // 2)).seconds > 5 * DAY_S
-    )

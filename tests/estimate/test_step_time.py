@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch.overrides import TorchFunctionMode
 
 from hf_l2l import L2LConfig
@@ -15,7 +14,7 @@ from hf_l2l.plan.layer_probe import with_layer_rates
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Cost, Rates, step_time
 from hf_l2l.shapes.inputs import example_inputs
-from models import FAMILIES, SMALL
+from models import FAMILIES
 from tiers import more
 
 RATES = Rates(flops=1.0, link_up=1.0, link_down=1.0, adamw=1.0, device_adamw=1.0)
@@ -59,12 +58,6 @@ def test_gradients_leave_while_other_layers_compute():
     assert slow.backward == 4 + 3 * 40 and slow.bound == "download"
 
 
-def test_one_slot_for_sums_waits_for_downloads():
-    layers = [Cost(backward_flops=4, backward_down=8)] * 3
-    two, one = (step_time(layers, NOTHING, RATES, gradient_slots=count).backward for count in (2, 1))
-    assert one > two
-
-
 def test_what_is_resident_waits_for_nothing():
     """It computes while the others are updated, and is updated on the device."""
     streamed = Cost(forward_flops=10, backward_flops=10, forward_up=1, parameters=20)
@@ -73,12 +66,6 @@ def test_what_is_resident_waits_for_nothing():
     assert found.forward == 2 * 20 + 1 + 10, "the last layer waits for the second update"
     assert found.backward == 40 + 2
     assert found.seconds < step_time([streamed] * 4, NOTHING, RATES).seconds
-
-
-def test_each_micro_batch_has_a_price():
-    layers = [Cost(forward_flops=4, backward_flops=8)] * 2
-    found = step_time(layers, NOTHING, replace(RATES, per_call=0.5), ubatches=4)
-    assert found.seconds == 2 * (4 + 2) + 2 * (8 + 2)
 
 
 def test_steps_repeat():
@@ -93,10 +80,7 @@ def test_steps_repeat():
 
 def shapes_of(kind: str, rows: int, **options: Any) -> RunShapes:
     with torch.device("meta"):
-        if kind == "mixtral":
-            model = hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=2))
-        else:
-            model = FAMILIES[kind]()
+        model = FAMILIES[kind]()
     inputs = example_inputs(model, rows, None if kind == "vit" else 16)
     return RunShapes(model, L2LConfig(), inputs, device=torch.device("cuda"), **options)
 
@@ -122,10 +106,7 @@ def test_operations_are_told_from_what_comes_besides():
         assert found.flops == pytest.approx(flops_of(run, rows) / seconds[-1]) and found.per_call == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "autocast"),
-    [("llama", torch.bfloat16), ("vit", None), *more(*((k, None) for k in ("bert", "t5", "mixtral")))],
-)
+@pytest.mark.parametrize(("kind", "autocast"), [("llama", torch.bfloat16), ("vit", None), *more(("t5", None))])
 def test_layers_of_many_kinds_run(kind, autocast):
     """Forward and backward, of one row and of all, under the autocast of the training; the model stays without
     values."""

@@ -22,20 +22,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
-from hf_l2l import L2LConfig, Lamb, NonFiniteError, attach_l2l, detach_l2l
-from models import SMALL, VOCAB
+from hf_l2l import L2LConfig, NonFiniteError, attach_l2l, detach_l2l
+from models import SMALL, VOCAB, Block
 from plain import is_attached
+from runs import OPTIMIZERS as MADE
 from runs import groups_of
 
 TOKENS = 6
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
-    "fused AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
-    "AMSGrad": lambda groups: torch.optim.Adam(groups, lr=3e-3, amsgrad=True),
-    "SGD": lambda groups: torch.optim.SGD(groups, lr=3e-2, momentum=0.9, nesterov=True),
-    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5),
-    "LAMB": lambda groups: Lamb(groups, lr=1e-2),
-}
+OPTIMIZERS = MADE | {"fused AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True)}
 
 
 class CountingConfig(hf.PretrainedConfig):
@@ -50,23 +44,6 @@ class CountingConfig(hf.PretrainedConfig):
         self.vocab_size, self.hidden_size, self.layers, self.dropout = vocab_size, hidden_size, layers, dropout
 
 
-class CountingBlock(nn.Module):
-    """A layer that draws random numbers, and writes into its buffers whenever it trains."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.register_buffer("mean", torch.zeros(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.calls += 1
-            self.mean.lerp_(x.detach().mean((0, 1)), 0.25)
-        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
-
-
 class Counting(hf.PreTrainedModel):
     """A stack of few operations, and an embedding that is tied to the head."""
 
@@ -77,7 +54,9 @@ class Counting(hf.PreTrainedModel):
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.blocks = nn.ModuleList(CountingBlock(config.hidden_size, config.dropout) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config.hidden_size, config.dropout, buffers=True) for _ in range(config.layers)
+        )
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -105,12 +84,6 @@ def _bert(vocab: int, dropout: float) -> nn.Module:
     return hf.BertForMaskedLM(hf.BertConfig(**sizes))
 
 
-def _gpt2(vocab: int, dropout: float) -> nn.Module:
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": vocab, "use_cache": False}
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **drops, bos_token_id=1, eos_token_id=1))
-
-
 def _llama(vocab: int, dropout: float) -> nn.Module:
     sizes = {**SMALL, "vocab_size": vocab, "num_key_value_heads": 1, "max_position_embeddings": 16}
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attention_dropout=dropout, use_cache=False))
@@ -119,10 +92,9 @@ def _llama(vocab: int, dropout: float) -> nn.Module:
 KINDS: dict[str, Callable[[int, float], nn.Module]] = {
     "counting": lambda vocab, dropout: Counting(CountingConfig(vocab_size=vocab, dropout=dropout)),
     "bert": _bert,
-    "gpt2": _gpt2,
     "llama": _llama,
 }
-_LAYERS = {"counting": "blocks", "bert": "bert.encoder.layer", "gpt2": "transformer.h", "llama": "model.layers"}
+_LAYERS = {"counting": "blocks", "bert": "bert.encoder.layer", "llama": "model.layers"}
 
 
 def batch_of(rows: int, seed: int) -> dict[str, torch.Tensor]:
@@ -199,9 +171,7 @@ class Side:
 
     def __init__(self, model: nn.Module, optimizer: str, ubatch_size: int | None) -> None:
         self.model = model.train()
-        self.kind = {"Counting": "counting", "BertForMaskedLM": "bert", "GPT2LMHeadModel": "gpt2"}.get(
-            type(model).__name__, "llama"
-        )
+        self.kind = {"Counting": "counting", "BertForMaskedLM": "bert"}.get(type(model).__name__, "llama")
         self.skipped = 0
         self.place(ubatch_size=ubatch_size)
         self.optimize(optimizer)
@@ -304,7 +274,7 @@ class Layered(Side):
         was_attached = is_attached(self.model)
         detach_l2l(self.model)
         self.options = options
-        classes = ("CountingBlock",) if self.kind == "counting" else None
+        classes = ("Block",) if self.kind == "counting" else None
         self.eps = attach_l2l(self.model, L2LConfig(**options, layer_classes=classes))
         if was_attached:
             self.eps.wrap(self.optimizer)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 import types
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-import transformers as hf
 from accelerate import Accelerator, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import distributed, nn
@@ -20,11 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
-from hf_l2l.hf.hooks import bound_method
 from models import (
-    EXACT,
     assert_same_bits,
     batch_for,
     bert,
@@ -33,10 +27,8 @@ from models import (
     llama,
     reference,
     relative_error,
-    t5,
     train_once,
 )
-from tiers import cpu_suffices, more
 from training import l2l_trainer, tiny_bert
 
 
@@ -97,54 +89,6 @@ def test_masters_are_back_after_an_error_in_the_model():
     assert relative_error(gradients(model), expected) < 1e-6
 
 
-def raw_loop(model: nn.Module, *, l2l: bool) -> list[float]:
-    wrap = attach_l2l(model).wrap if l2l else lambda optimizer: optimizer
-    model.to("cpu" if l2l else DEVICE)
-    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    norms = []
-    for step in range(3):
-        train_once(model, {name: each.to(DEVICE) for name, each in batch_for(model, seed=step).items()})
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return norms
-
-
-def accelerate_loop(model: nn.Module, *, l2l: bool) -> list[float]:
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=DEVICE == "cpu")
-    wrap = attach_l2l(model).wrap if l2l else lambda optimizer: optimizer
-    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    model, optimizer = accelerator.prepare(model, optimizer)
-    norms = []
-    for step in range(4):
-        with accelerator.accumulate(model):
-            model.train()
-            batch = {name: each.to(accelerator.device) for name, each in batch_for(model, seed=step).items()}
-            accelerator.backward(model(**batch).loss)
-            if accelerator.sync_gradients:
-                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return norms
-
-
-@pytest.mark.parametrize(("loop", "count"), [(raw_loop, 3), (accelerate_loop, 2)], ids=["raw", "accelerate"])
-def test_a_loop_gives_the_norms_and_weights_of_plain_torch(loop, count, device):
-    """Bits, on the host with dropout; a device draws random numbers of its own."""
-    plain, ours = (tiny_bert(dropout=0.1 if device == "cpu" else 0.0, layers=2) for _ in range(2))
-    runs = []
-    for model in (plain, ours):
-        torch.manual_seed(4)
-        runs.append(loop(model, l2l=model is ours))
-    assert len(runs[0]) == count
-    assert runs[1] == (runs[0] if device != "cuda" else pytest.approx(runs[0], rel=1e-4))
-    tolerance = {"rtol": 0, "atol": 0} if device != "cuda" else {"rtol": 1e-3, "atol": 1e-4}
-    for a, b in zip(detach_l2l(ours).parameters(), plain.cpu().parameters(), strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
-
-
 # ---- copies
 
 
@@ -155,12 +99,7 @@ def doubled_output(self, *args, **kwargs):
 def copied(model: nn.Module, by: str) -> nn.Module:
     if by == "deepcopy":
         return copy.deepcopy(model)
-    if by == "pickle":
-        return pickle.loads(pickle.dumps(model))  # noqa: S301  # our own bytes
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)  # our own bytes; the point is that a whole model can be saved
+    return pickle.loads(pickle.dumps(model))  # noqa: S301  # our own bytes
 
 
 def assert_detached(model: nn.Module) -> None:
@@ -168,13 +107,12 @@ def assert_detached(model: nn.Module) -> None:
     assert not names & {"_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__"}
 
 
-@pytest.mark.parametrize("by", ["deepcopy", "torch.save"])
-def test_a_copy_is_a_detached_model(by):
+def test_a_copy_is_a_detached_model():
     model = bert()
     attach_l2l(model, L2LConfig(ubatch_size=3))
     batch = batch_for(model)
     train_once(model, batch)
-    other = copied(model, by)
+    other = copied(model, "pickle")
     assert_detached(other)
     for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b) and a is not b, name
@@ -212,24 +150,7 @@ def test_a_copy_of_a_prepared_model_is_plain():
     assert_detached(copied(prepared, "pickle"))
 
 
-def test_pickles_that_name_bound_method_can_be_loaded():
-    """Models that were pickled while they were attached, before attached modules left their hooks out."""
-
-    class Replaced:
-        def __reduce__(self):
-            return bound_method, (layer, "forward")
-
-    layer = nn.Linear(2, 2)
-    layer.forward = Replaced()
-    other = copy.deepcopy(layer)
-    assert other.forward(torch.ones(2)).shape == (2,)
-    assert bound_method.__module__ == "hf_l2l.hf.hooks"
-
-
-RESIZED = [(bert, "deepcopy"), (llama, "pickle"), *more((gpt2, "deepcopy"), (llama, "deepcopy"), (bert, "pickle"))]
-
-
-@pytest.mark.parametrize(("make", "by"), RESIZED)
+@pytest.mark.parametrize(("make", "by"), [(bert, "deepcopy"), (llama, "pickle")])
 def test_a_model_with_resized_embeddings_is_guarded_copied_and_detached(make, by):
     """Accelerate puts the hook of the old embeddings on the new ones, and its own function in their forward."""
     model = make()
@@ -300,16 +221,6 @@ def test_parts_of_a_model_can_be_called_from_outside(device):
     assert torch.allclose(model.bert(batch["input_ids"]).last_hidden_state.cpu(), states, atol=1e-6)
 
 
-def test_a_hook_of_the_program_may_call_a_part_of_the_model():
-    model = gpt2()
-    attach_l2l(model)
-    batch = batch_for(model, masked=False)
-    seen = []
-    model.register_forward_pre_hook(lambda module, args: seen.append(module.transformer.wte(batch["input_ids"]).shape))
-    model(**batch).loss.backward()
-    assert len(seen) == 1
-
-
 def replaced_forward(self, input_ids, labels=None, **kwargs):
     """Reads the head's weight itself, as fused losses do."""
     hidden = self.transformer(input_ids=input_ids).last_hidden_state
@@ -349,45 +260,6 @@ def test_a_forward_that_is_wrapped_and_parts_that_are_called_are_not_taken_for_r
     with pytest.raises(TypeError):
         model(nothing=1)  # ends before the forward begins
     model.transformer(input_ids=batch["input_ids"])
-
-
-@cpu_suffices
-def test_train_interrupt_train_detach_in_the_order_of_a_notebook(tmp_path):
-    """Its cells are run as they come."""
-    model = tiny_bert(layers=2)
-
-    class Interrupt(hf.TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                raise KeyboardInterrupt
-
-    made = l2l_trainer(tmp_path, model=model, ubatch_size=3, max_steps=3, callbacks=[Interrupt()])
-    with pytest.raises(KeyboardInterrupt):
-        made.train()
-    made.remove_callback(Interrupt)
-    made.train()
-    again = l2l_trainer(tmp_path, model=model, ubatch_size=3, max_steps=1)  # the cell that makes it, run twice
-    again.train()
-    assert again.state.global_step == 1
-    detach_l2l(model)
-    batch = batch_for(model)
-    model.eval()
-    with torch.no_grad():
-        alone = model(**batch).logits
-    attach_l2l(model)
-    with torch.no_grad():
-        assert torch.allclose(model(**batch).logits.cpu(), alone, atol=1e-6)
-
-
-def test_training_ignores_an_empty_cache():
-    """T5's decoder makes one although the configuration of the model says no."""
-    model = t5().double()
-    model.config.use_cache = True
-    batch = batch_for(model)
-    _, expected = reference(model, batch)
-    attach_l2l(model)
-    train_once(model, batch)
-    assert relative_error(gradients(model), expected) < EXACT
 
 
 # ---- models that are refused
@@ -457,17 +329,6 @@ def test_models_that_are_placed_or_wrapped_are_refused(group_of_two, tmp_path):
                 attach(model)
 
 
-def test_layers_with_a_backward_of_their_own_are_refused_on_a_device(device):
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "attention_head_size": 8, "feed_forward_size": 24}
-    kinds = {"attn_layers": ["local", "local"], "local_attn_chunk_length": 4, "axial_pos_embds": False}
-    config = hf.ReformerConfig(**sizes, **kinds, vocab_size=60, max_position_embeddings=16, is_decoder=True)
-    model = hf.ReformerModelWithLMHead(config)
-    refused = pytest.raises(ValueError, match="a ReformerLayer has a backward_pass")
-    with nullcontext() if device == "cpu" else refused:
-        attach_l2l(model)
-    attach_l2l(model, L2LConfig(device="cpu"))
-
-
 def test_a_process_group_comes_before_attaching(request, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
@@ -495,12 +356,3 @@ def test_a_device_map_that_is_all_host_and_bare_hooks_are_no_placement():
 def test_masters_of_16_bits_are_warned_of():
     with pytest.warns(UserWarning, match="the master weights are torch.bfloat16"):
         attach_l2l(bert().bfloat16())
-
-
-def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="write 'cuda'"):
-        L2LConfig(device="gpu")
-    missing = "cuda" if not torch.cuda.is_available() else f"cuda:{torch.cuda.device_count()}"
-    for device in (missing, "meta"):
-        with pytest.raises(ValueError, match=device):
-            attach_l2l(bert(), L2LConfig(device=device))

@@ -13,7 +13,7 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
-from models import bert, gradients, llama, relative_error
+from models import bert
 from plain import assert_as_plain, is_attached, small_bert
 from tiers import cpu_suffices
 from training import CHECKPOINTING, arguments, inner_optimizer, l2l_trainer, rows, trainer
@@ -58,7 +58,7 @@ class Changing(hf.TrainerCallback):
             self.change(model, getattr(optimizer, "optimizer", optimizer))
 
 
-CASES = [("grow", {}), ("drop", {"eps_update": "deferred", "stash": "host"}), ("swap", {}), ("grow", {"cmp": "bf16"})]
+CASES = [("grow", {}), ("drop", {"eps_update": "deferred", "stash": "host"}), ("swap", {})]
 
 
 @pytest.mark.parametrize(("change", "options"), CASES, ids=str)
@@ -80,41 +80,10 @@ def test_a_callback_changes_the_layers(tmp_path, device, change, options):
     assert len(layers) == count and all(map(is_attached, layers))
     steps = [inner_optimizer(found).state[p]["step"] for p in layers[0].parameters()]
     assert set(map(float, steps)) == {4.0}
-    if "cmp" not in options:
-        assert_as_plain(found, trained(hf.Trainer, **{CHECKPOINTING: True})[0])
+    assert_as_plain(found, trained(hf.Trainer, **{CHECKPOINTING: True})[0])
     assert is_attached(reference)
     detach_l2l(found.model)
     assert not is_attached(reference)
-
-
-@cpu_suffices
-@pytest.mark.parametrize("change", CHANGES)
-def test_in_any_other_loop_the_model_is_attached_again(change):
-    torch.manual_seed(0)
-    model = bert(num_hidden_layers=3)
-    plain = copy.deepcopy(model)
-    changed, _ = CHANGES[change]
-    ids = torch.randint(5, 60, (4, 6))
-    batch = {"input_ids": ids, "labels": ids[:, 0] % 2}
-
-    def step(each, optimizer):
-        each(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    plain_optimizer, optimizer = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model))
-    attach_l2l(model).wrap(optimizer)
-    step(plain, plain_optimizer)
-    step(model, optimizer)
-    changed(plain, plain_optimizer)
-    detach_l2l(model)
-    changed(model, optimizer)
-    attach_l2l(model).wrap(optimizer)
-    step(plain, plain_optimizer)
-    step(model, optimizer)
-    for each in (model, plain):
-        each(**batch).loss.backward()
-    assert relative_error(gradients(model), gradients(plain)) < 1e-4
 
 
 def test_layers_that_are_added_while_attached_are_told_of():
@@ -165,19 +134,3 @@ def test_the_example_of_the_documentation_is_saved_and_resumed(tmp_path, documen
     optimizer = torch.optim.AdamW([{**group, "params": [own[names[p]] for p in group["params"]]} for group in groups])
     L2LTrainer(grown, args, train_dataset=rows(), optimizers=(optimizer, None)).train(resume_from_checkpoint=folder)
     assert [name for p, name in names.items() if not torch.equal(own[name], p)] == []
-
-
-def test_layers_of_a_decoder_that_know_their_place_generate(device):
-    """As the documentation has it: each new layer gets its own place in the cache."""
-    model = llama()
-    layers = model.model.layers
-    layers.extend([copy.deepcopy(layer) for layer in layers])
-    model.config.num_hidden_layers = len(layers)
-    for i, layer in enumerate(layers):
-        layer.self_attn.layer_idx = i
-    ids = torch.randint(5, 60, (2, 4))
-    words = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
-    without = model.generate(ids, **words, use_cache=False)
-    assert torch.equal(model.generate(ids, **words), without)
-    attach_l2l(model, L2LConfig(ubatch_size=1))
-    assert torch.equal(model.generate(ids.to(device), **words).cpu(), without)

@@ -21,7 +21,7 @@ def generated(model: nn.Module, device: str, **options: Any) -> torch.Tensor:
     return found.cpu()
 
 
-WAYS: list[Any] = [(gpt2, {}), (llama, {"prompt_lookup_num_tokens": 2}), (t5, {"num_beams": 2}), (llama, {})]
+WAYS: list[Any] = [(gpt2, {}), (llama, {"prompt_lookup_num_tokens": 2}), (t5, {"num_beams": 2})]
 
 
 @pytest.mark.parametrize(("make", "options"), WAYS, ids=str)

@@ -16,10 +16,7 @@ from runs import attach
 from tiers import more
 from training import settled_memory
 
-CASES: list[Any] = [
-    ({"stash": "disk", "gradient_slots": 1}, "deferred"),
-    *more(({"cmp": "bf16", "stash": "host", "boundary": "host"}, "deferred"), ({}, "serial"), ({}, "eager")),
-]
+CASES: list[Any] = [({"stash": "disk", "gradient_slots": 1}, "deferred"), *more(({}, "eager"))]
 
 
 def held() -> dict[str, Any]:

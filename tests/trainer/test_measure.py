@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -19,7 +18,7 @@ from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.runtime.tensors import size_text, tensor_bytes
 from models import attached, batch_for, bert, llama, train_once
-from tiers import combinations, cpu_suffices
+from tiers import combinations
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 
@@ -55,9 +54,7 @@ def measured(make, folder, **options) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    combinations(
-        [plain_trainer, l2l_trainer], [{"max_steps": 1}, {"gradient_accumulation_steps": 2}, {"optim": "sgd"}]
-    ),
+    combinations([plain_trainer, l2l_trainer], [{"gradient_accumulation_steps": 2}, {"max_steps": 1, "optim": "sgd"}]),
 )
 @pytest.mark.filterwarnings("ignore:batch 8 x accumulation 2:UserWarning")
 def test_where_what_is_held(make, options, tmp_path, device):
@@ -75,26 +72,6 @@ def test_where_what_is_held(make, options, tmp_path, device):
         assert metrics["train_device_bytes"] - before >= expected_bytes(model, kinds)
     if device == "sim":  # whose memory is that of the process
         assert metrics["train_process_bytes"] > metrics["train_device_bytes"]
-
-
-@cpu_suffices
-@pytest.mark.parametrize("make", [plain_trainer, l2l_trainer])
-def test_a_resumed_run_is_measured_too(make, tmp_path, device):
-    options = {"model": tiny_bert(layers=2)}
-    measured(make, tmp_path, save_strategy="steps", save_steps=2)
-    callback = MemoryCallback()
-    resumed = make(tmp_path, callbacks=[callback], max_steps=4, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    on_host = device == "cpu" or make is l2l_trainer
-    assert callback.metrics()["train_host_bytes"] == (expected_bytes(tiny_bert(layers=2)) if on_host else 0)
-
-
-def test_the_process_holds_at_least_what_it_holds_now(monkeypatch):
-    """It is left out where the system does not tell."""
-    now = psutil.Process().memory_info().rss
-    assert MemoryCallback().metrics()["train_process_bytes"] >= 0.95 * now
-    monkeypatch.setattr("hf_l2l.measure.peak_process_bytes", lambda: None)
-    assert "train_process_bytes" not in MemoryCallback().metrics()
 
 
 PEAK = """
@@ -152,53 +129,38 @@ def test_what_an_eager_update_has_used_is_no_gradient_any_more(device):
     assert held(model, optimizer) == (tensor_bytes(model.parameters()), 0, 0)
 
 
-def test_what_is_not_in_host_memory_is_left_out(device):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device=device if device != "cpu" else "meta"))
-    assert held(model) == (24, 0, 0)
-
-
 # ---- as a notebook shows it
 
 
-def table(eps: EagerParamServer) -> tuple[str, list[list[str]]]:
-    """The caption and the rows of the table, which must be well-formed; a shell says what a notebook says."""
-    tree = ElementTree.fromstring(eps._repr_html_())
-    assert tree.tag == "table"
-    header = [cell.text for cell in tree.findall("thead/tr/th")]
-    assert header == ["in host memory", "tensors", "size"]
-    caption, rows = tree.findtext("caption"), tree.findall("tbody/tr")
-    found = [[cell.text for cell in row.findall("td")] for row in rows]
-    first, second, *others = repr(eps).splitlines()
-    assert (first, second.split()) == (caption, " ".join(header).split())
-    assert [line.split(maxsplit=2) for line in others] == found
-    return caption, found
+def table(eps: EagerParamServer) -> list[list[str]]:
+    """The rows of the table, which must be well-formed; a shell says what a notebook says."""
+    rows = ElementTree.fromstring(eps._repr_html_()).findall("tbody/tr")
+    found = [[str(cell.text) for cell in row.findall("td")] for row in rows]
+    assert [line.split(maxsplit=2) for line in repr(eps).splitlines()[2:]] == found
+    return found
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_kinds_and_sizes_change_with_the_step(wrapped, device):
+def test_kinds_and_sizes_change_with_the_step(device):
     model = frozen_below(bert())
     eps = attach_l2l(model, L2LConfig(device=device, eps_update="serial"))
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     masters = ["masters", str(len(parameters)), size_text(tensor_bytes(parameters))]
     none = ["0", "0 bytes"]
-    caption = f"EagerParamServer of a BertForSequenceClassification, layers run on {eps.device}"
-    said, rows = table(eps)
-    assert said.startswith(caption) and ("page-locked" in said) == (device != "cpu")
-    assert rows == [masters, ["gradients", *none], ["moments", *none]]
+    assert ("page-locked" in repr(eps)) == (device != "cpu")
+    assert table(eps) == [masters, ["gradients", *none], ["moments", *none]]
     optimizer = eps.wrap(torch.optim.AdamW(trained, lr=0.1))
-    if wrapped:
-        optimizer = Accelerator(cpu=device == "cpu").prepare(optimizer)
-        eps.wrap(optimizer)
+    optimizer = Accelerator(cpu=device == "cpu").prepare(optimizer)
+    eps.wrap(optimizer)
     train_once(model, batch_for(model))
     eps.synchronize()
     assert held(model, optimizer) == (tensor_bytes(parameters), tensor_bytes(trained), 0)
     gradients = ["gradients", str(len(trained)), size_text(tensor_bytes(trained))]
-    assert table(eps)[1] == [masters, gradients, ["moments", *none]]
+    assert table(eps) == [masters, gradients, ["moments", *none]]
     optimizer.step()
     size = 2 * tensor_bytes(trained) + 4 * len(trained)
     assert held(model, optimizer) == (tensor_bytes(parameters), 0, size)
     moments = ["moments", str(3 * len(trained)), size_text(size)]
-    assert table(eps)[1] == [masters, ["gradients", *none], moments]
+    assert table(eps) == [masters, ["gradients", *none], moments]
     eps.release()
-    assert table(eps)[1] == [masters, ["gradients", *none], ["moments", *none]]
+    assert table(eps) == [masters, ["gradients", *none], ["moments", *none]]

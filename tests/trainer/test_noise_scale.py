@@ -21,7 +21,7 @@ from hf_l2l.noise.estimate import DECAY, Measured, NoiseScale
 from hf_l2l.noise.items import items_of_rows, measured
 from models import vit
 from runs import assert_same_run
-from tiers import cpu_suffices, more, nightly
+from tiers import cpu_suffices
 from training import l2l_trainer, rows, tiny_bert, trainer
 
 ON: dict[str, Any] = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
@@ -91,16 +91,14 @@ def assert_measured(trained: hf.Trainer, expected: list[NoiseScale], rel: float 
             assert rel > 1e-3 or mine == (None if theirs is None else pytest.approx(theirs, rel=1e-2))
 
 
-NO_CLIPPING = {"max_grad_norm": 0.0}
 ON_DEVICES: dict[str, dict[str, Any]] = {
     "without L2L": {"ubatch_size": None, "l2l_resident": "all", "l2l_kept_graphs": 2, "accumulated": 2},
     "host stash": {"stash": "host", "l2l_resident_layers": 1, "l2l_kept_graphs": 1},
-    "fp16": {"cmp": "fp16", **NO_CLIPPING},
+    "fp16": {"cmp": "fp16", "max_grad_norm": 0.0},
 }
 CASES: dict[str, dict[str, Any]] = {
     "serial": {"eps_update": "serial"},
     "deferred, accumulated": {"eps_update": "deferred", "accumulated": 2},
-    "eager": {"eps_update": "eager", **NO_CLIPPING},
     "state on disk, bf16": {"l2l_state_tier": "disk", "cmp": "bf16"},
     **({} if DEVICE == "cpu" else ON_DEVICES),
 }
@@ -121,7 +119,7 @@ def test_a_mean_loss_against_plain_torch(tmp_path, options):
 
 
 @cpu_suffices
-@pytest.mark.parametrize(("merge", "ubatch"), [("auto", None), ("off", 1), *more(("auto", 1), ("off", None))])
+@pytest.mark.parametrize(("merge", "ubatch"), [("auto", None), ("off", 1)])
 def test_a_sum_over_tokens_against_plain_torch(tmp_path, merge, ubatch):
     """With one micro-batch in each batch, those of a step are compared with each other."""
     model, collate = tiny_llama(), Recorded(padded)
@@ -154,7 +152,6 @@ def test_batches_of_one_row_with_a_mean_over_tokens(tmp_path):
 # ---- no bit changes
 
 RUNS: dict[str, dict[str, Any]] = {
-    "as it is": {},
     "sampled, of bf16": {"l2l_noise_scale_every": "3", "cmp": "bf16", "l2l_grad_dtype": "16bit"},
     "kept graphs, eager": {"l2l_kept_graphs": 2, "eps_update": "eager", "max_grad_norm": 0.0},
 }
@@ -253,26 +250,12 @@ def test_a_step_that_is_given_up_is_measured_with_the_next(tmp_path):
 
 @cpu_suffices
 def test_what_measures_nothing_is_told(tmp_path, caplog):
-    """Each batch has fewer rows than a micro-batch may have; or no layer is streamed."""
+    """Each batch has fewer rows than a micro-batch may have."""
     mine = l2l_trainer(tmp_path, ubatch_size=4, **ON)
     mine.train_dataset = rows(4)
     with caplog.at_level(logging.WARNING):
         mine.train()
     assert caplog.text.count("measures nothing so far") == 1 and found_by(mine).steps == 0
-
-    class Linear(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 2)
-
-        def forward(self, input_ids: Any = None, labels: Any = None, **_: Any) -> dict[str, torch.Tensor]:
-            logits = self.linear(input_ids.float())
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no stack of layers"):
-        mine = l2l_trainer(tmp_path, model=Linear(), max_steps=1, **ON)
-        mine.train()
-    assert "layers that are streamed: none is" in caplog.text
     assert not any(name in entry for entry in mine.state.log_history for name in NAMES)
 
 
@@ -293,7 +276,7 @@ def test_a_log_of_the_program_reads_nothing(tmp_path):
 
 # ---- resumed
 
-SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "ubatch_size": 2, "max_steps": 6}
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "ubatch_size": 2, "max_steps": 4}
 
 
 def resumed(folder: Path, at: int, **options: Any) -> L2LTrainer:
@@ -310,37 +293,22 @@ def test_it_is_resumed(tmp_path):
     whole.train()
     for restores in (True, False):
         again = resumed(tmp_path, 2, restore_callback_states_from_checkpoint=restores, **every_2)
-        assert found_by(again) == found_by(whole) and found_by(again).steps == 3
+        assert found_by(again) == found_by(whole) and found_by(again).steps == 2
         assert noise_logs(again) == noise_logs(whole)
-    assert found_by(resumed(tmp_path, 4, **ON)).steps == 2 + 2
+    assert found_by(resumed(tmp_path, 2, **ON)).steps == 1 + 2
 
 
-@nightly
 @cpu_suffices
 def test_a_training_without_it_is_resumed_with_it_and_back(tmp_path):
     l2l_trainer(tmp_path, **SAVED).train()
     mine = resumed(tmp_path, 2, **ON)
-    assert found_by(mine).steps == 4
-    back = resumed(tmp_path, 4)
+    assert found_by(mine).steps == 2
+    back = resumed(tmp_path, 3)
     assert_same_run(back, mine)
-    assert all(value is None for entry in noise_logs(back)[-2:] for value in entry)
+    assert all(value is None for entry in noise_logs(back)[-1:] for value in entry)
 
 
 # ---- losses and models
-
-
-@cpu_suffices
-def test_a_trainer_may_have_a_loss_of_its_own(tmp_path):
-    class Mine(L2LTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
-    found = []
-    for kind in (Mine, L2LTrainer):
-        each = trainer(kind, tmp_path, ubatch_size=2, max_steps=2, **ON)
-        each.train()
-        found.append(found_by(each))
-    assert found[0] == found[1]
 
 
 def with_loss(loss_of: Callable[[Any, Any], Any], folder: Path) -> hf.Trainer:

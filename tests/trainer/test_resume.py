@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accumulated import tiny_llama
-from budgeted import bert, plan_of, use_machine_of_8_mib
+from budgeted import plan_of, use_machine_of_8_mib
 from devices import DEVICE
 from hf_l2l import L2LTrainer
 from models import VOCAB
 from runs import assert_same_run
 from saving import At
-from tiers import ALL, more, nightly, on_sim, on_the_host
+from tiers import ALL, more, on_sim, on_the_host
 from training import SAVING, StopAt, l2l_trainer, plain_trainer, rows, tiny_bert, trainer
 
 pytestmark = [
@@ -204,16 +204,11 @@ class _EpochsOfFour(hf.TrainerCallback):
 ACCUMULATED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
 LLAMA = {"model": partial(tiny_llama, attention_dropout=0.1), "data": partial(Augmented, causal=True)}
 CASES: dict[str, dict[str, Any]] = {
-    "streamed weights": {"ubatch_size": 3, "stash": "host"},
-    "accumulated": ACCUMULATED,
     "merged": {**ACCUMULATED, **LLAMA},
-    "linear": {"lr_scheduler_type": "linear", "warmup_steps": 3},
     "plateau": {
         **{"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}},
         **{"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
     },
-    "logged seldom": {"logging_steps": 5, "eval_strategy": "epoch"},
-    "logged at the end of epochs": {"logging_strategy": "epoch", "gradient_accumulation_steps": 2},
     "epochs that are cut": {
         **{"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch"},
         "callbacks": [_EpochsOfFour()],
@@ -226,20 +221,14 @@ CASES: dict[str, dict[str, Any]] = {
     "an order drawn of the program's generator": {"accelerator_config": {"use_seedable_sampler": False}},
     "own loader": {"kind": _OwnLoader},
     "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
-    "a model in 16 bits, masters in 32": {"model": lambda: tiny_bert(layers=2).bfloat16(), "cmp": "bf16"},
     "a model in 16 bits": {"model": lambda: tiny_bert(layers=2).bfloat16()},
     "saved while training goes on": {"l2l_async_save": True, "eps_update": "deferred"},
-    "bf16 moments": {"cmp": "bf16", "l2l_moment_dtype": "bf16", "l2l_grad_dtype": "16bit"},
-    "resident": {"l2l_resident": "all"},
-    "boundary": {"l2l_boundary": "host", "stash": "host", "ubatch_size": 2},
 }
 FAST = {
-    "cpu": {"merged", "epochs that are cut", "fp16", "workers", "own loader"},
-    "sim": {"fp16", "rows from a stream"},
+    "cpu": {"merged", "epochs that are cut", "workers", "own loader"},
+    "sim": {"rows from a stream"},
 }.get(DEVICE, set())
-NOT_HERE = {"cpu": {"resident", "boundary"}, "sim": {"own loader", "plateau", "linear", "logged seldom"}}.get(
-    DEVICE, set()
-)
+NOT_HERE = {"sim": {"own loader", "plateau"}}.get(DEVICE, set())
 # One within the first epoch, its last one; and where epochs are cut. On a device, the first one.
 SOME = {"epochs that are cut": (4, 6)}
 
@@ -260,28 +249,8 @@ def test_a_resumed_training_is_the_unbroken_one(tmp_path, caplog, case):
 
 
 @on_the_host
-@nightly
-@pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 2}], ids=["here", "by workers"])
-def test_interrupted_after_each_step(tmp_path, options):
-    whole = whole_run(tmp_path / "whole", **options)
-    batches = []
-    for at in range(STEPS):
-        again = recorded(tmp_path / "parts", callbacks=[StopAt(at + 1)], **options)
-        if at:
-            drawn()  # another program draws something else before it trains
-        again.made.train(resume_from_checkpoint=at > 0)
-        batches += again.batches
-    assert batches == whole.batches
-    assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "whole")))
-
-
-@on_the_host
-@pytest.mark.parametrize("case", ["epochs that are cut", *more("whole epochs")])
-def test_saved_at_the_end_of_an_epoch(tmp_path, case):
-    """Or when a callback ends the training within one, of which batches are left."""
-    options = {**CASES.get(case, {}), "save_strategy": "epoch", "eval_strategy": "epoch"}
-    whole = whole_run(tmp_path / "whole", **options)
-    assert_resumes_at(whole, 6 if case == "whole epochs" else 4, tmp_path / "again", **options)
+def test_saved_when_a_callback_ends_the_training_within_an_epoch(tmp_path):
+    """Of which batches are left, where only the ends of epochs are saved."""
     options = {"save_strategy": "epoch"}
     parts = recorded(tmp_path / "parts", **options, callbacks=[StopAt(4)])
     parts.made.train()
@@ -293,7 +262,6 @@ def test_saved_at_the_end_of_an_epoch(tmp_path, case):
     assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "unbroken")))
 
 
-@nightly
 @on_the_host
 def test_after_the_last_step_of_an_epoch_its_end_is_saved(tmp_path):
     """Of four steps, the last of which has fewer batches."""
@@ -319,7 +287,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
 
 
 @on_the_host
-@pytest.mark.parametrize(("first", "then"), [(0, 4), *more((4, 3), (1, 2), (2, 5), (3, 1), (5, 0))])
+@pytest.mark.parametrize(("first", "then"), [(0, 4), *more((1, 2), (5, 3))])
 def test_with_other_options(tmp_path, first, then):
     same = {"max_grad_norm": 0.0}
     whole = whole_run(tmp_path / "whole", **OTHERS[first], **same)
@@ -327,12 +295,12 @@ def test_with_other_options(tmp_path, first, then):
 
 
 @on_sim
-@nightly
 def test_with_a_budget(tmp_path, monkeypatch):
     use_machine_of_8_mib(monkeypatch, tmp_path)
-    options = {"model": partial(bert, dropout=0.1), "device_memory_budget": "1MiB"}
-    whole = whole_run(tmp_path / "whole", **options)
-    again = assert_resumes_at(whole, 5, tmp_path / "again", **options)
+    options = {"model": partial(tiny_bert, layers=2, width=64), "device_memory_budget": "1MiB", "max_steps": 3}
+    whole, again = whole_run(tmp_path / "whole", **options), recorded(tmp_path / "again", **options)
+    again.made.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same_checkpoint(*(tmp_path / name / "checkpoint-3" for name in ("again", "whole")))
     assert plan_of(again.made).chosen == plan_of(whole.made).chosen
 
 

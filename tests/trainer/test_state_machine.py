@@ -1,16 +1,14 @@
 """A state machine (hypothesis) over what a program may do to a model that trains layer to layer, in any order.
 
 Each rule does the same to a model under L2L and to its plain twin (`twins`); after it, losses, weights, gradients,
-optimizer state, buffers and random numbers are equal, to the bit, and there are no more threads and open files than
-before; at the end, no more tensors and spill files.
+optimizer state, buffers and random numbers are equal, to the bit, and there are no more threads than before; at the
+end, no more open files, tensors and spill files.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import os
-import pickle
 import shutil
 import sys
 import tempfile
@@ -18,9 +16,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +26,18 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from torch import nn
 
+import left_over
 from devices import DEVICE
 from hf_l2l import EngineFailedError, NonFiniteError, detach_l2l
 from hf_l2l.runtime.worker import usable_cores
 from late_updates import Gate, late_updates
 from memory_switches import forced_copies, poisoned_releases
-from plain import DROPOUT, is_attached
-from tiers import nightly, not_on_cuda, times
+from plain import DROPOUT
+from tiers import ALL, not_on_cuda, times
 from twins import KINDS, OPTIMIZERS, Layered, Saved, Side, batch_of
 
 VOCABULARIES = (60, 52, 64)
-FILES = Path("/proc/self/fd")
-OF_THE_PROCESS = ("hf_l2l stall log", "tqdm_monitor", "Dummy-")
-"""Threads that are started once; the last is autograd's own for a device."""
 which = st.integers(0, 1)
 rows = st.integers(1, 5)
 seeds = st.integers(0, 99)
@@ -66,10 +60,6 @@ def options_of_l2l(draw: Any) -> dict[str, Any]:
         "kept_graphs": draw(st.sampled_from([0, 0, 1, 2])),
         "nonfinite": "raise" if mode == "eager" else draw(st.sampled_from(["raise", "skip"])),
     }
-
-
-class InterruptedError_(Exception):
-    """What a layer raises."""
 
 
 def gone(is_over: Callable[[], bool]) -> bool:
@@ -116,8 +106,8 @@ class Machine(RuleBasedStateMachine):
         self.folder = Path(self.exits.enter_context(tempfile.TemporaryDirectory()))
         for _ in range(3):
             gc.collect()
-        self.threads_before, self.files_before = Counter(self.threads()), Counter(self.files())
-        self.tensors_before = self.tensors()
+        self.threads_before, self.files_before = left_over.own_threads(), left_over.files()
+        self.tensors_before = left_over.live_tensors()
         self.twins: list[Twins] = []
         self.compares = "weights"
         self.count = 0
@@ -125,30 +115,9 @@ class Machine(RuleBasedStateMachine):
 
     # ---- what there is
 
-    @staticmethod
-    def threads() -> list[str]:
-        names = (thread.name for thread in threading.enumerate())
-        return sorted(name for name in names if not name.startswith(OF_THE_PROCESS))
-
-    @staticmethod
-    def files() -> list[str]:
-        """What the open files are, where the system tells."""
-        found = []
-        for each in FILES.iterdir() if FILES.exists() else ():
-            with suppress(OSError):  # the one that reads this folder
-                found.append(os.readlink(each))
-        return sorted(found)
-
-    @staticmethod
-    def tensors() -> int:
-        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
-
-    def left(self, *, but: str = "") -> tuple[list[str], list[str]]:
-        """Threads, and open files but those with `but` in their names, that were not there before. What an earlier
-        test has left may go meanwhile."""
-        threads = Counter(self.threads()) - self.threads_before
-        files = Counter(each for each in self.files() if not but or but not in each) - self.files_before
-        return [*threads.elements()], [*files.elements()]
+    def threads(self) -> set[threading.Thread]:
+        """Those that were not there before."""
+        return left_over.own_threads() - self.threads_before
 
     def of(self, which: int) -> Twins:
         return self.twins[which % len(self.twins)]
@@ -266,64 +235,6 @@ class Machine(RuleBasedStateMachine):
             twins.ours.backward(batch, 1.0, is_last=False)
 
     @rule(which=which, rows=rows, seed=seeds)
-    def fail_an_update(self, which: int, rows: int, seed: int) -> None:
-        """The update of one parameter raises; the program goes on from its last checkpoint, in a new model."""
-        if self.breaks_by_an_update(which, rows, seed):
-            self.begin_again(which, cross=False, options=self.of(which).ours.options)
-        self.compares = "weights"
-
-    def breaks_by_an_update(self, which: int, rows: int, seed: int) -> bool:
-        twins = self.of(which)
-        ours, batch = twins.ours, batch_of(rows, seed)
-        layer = ours.layers[seed % len(ours.layers)]
-        broken = next((p for p in layer.parameters() if p.requires_grad), None)
-        if broken is None:
-            return False
-        ours.eps.synchronize()
-        ours.optimizer.zero_grad()
-        no_state = torch.zeros(7, 7, 7, 7, 7)
-        ours.optimizer.state[broken] = {"momentum_buffer": no_state}
-        with pytest.raises((KeyError, RuntimeError)) as raised:
-            ours.backward(batch, 1.0, is_last=True)
-            ours.step(skips=False)
-            ours.eps.synchronize()
-        assert not isinstance(raised.value, EngineFailedError)
-        self.refuses_to_go_on(twins, batch)
-        return True
-
-    @rule(which=which, rows=rows, seed=seeds, forward=st.booleans())
-    def fail_a_layer(self, which: int, rows: int, seed: int, forward: bool) -> None:
-        """An exception in a layer, in the forward or the recompute; the program drops the gradients and goes on."""
-        ours, batch = self.of(which).ours, batch_of(rows, seed)
-        random = torch.get_rng_state()
-        buffers = {name: each.clone() for name, each in ours.model.named_buffers()}
-
-        fails = forward
-
-        def fail(*_: Any) -> None:
-            if fails:
-                raise InterruptedError_
-
-        layer = ours.layers[seed % len(ours.layers)]
-        handle = layer.register_forward_pre_hook(fail)  # which is before the forward
-        loss = None if forward else ours.model(**batch).loss
-        fails, raised = True, False
-        try:
-            with ours.eps.accumulate():  # eager updates would have begun
-                (ours.model(**batch).loss if loss is None else loss).backward()
-        except InterruptedError_:
-            raised = True
-        assert raised or not forward
-        handle.remove()
-        del loss
-        with torch.no_grad():
-            for name, each in ours.model.named_buffers():
-                each.copy_(buffers[name])
-        torch.set_rng_state(random)
-        self.of(which).both(lambda side: side.optimizer.zero_grad())
-        self.compares = "weights"
-
-    @rule(which=which, rows=rows, seed=seeds)
     def evaluate(self, which: int, rows: int, seed: int) -> None:
         found, expected = self.of(which).both(lambda side: side.evaluate(batch_of(rows, seed)))
         assert torch.equal(found, expected)
@@ -427,25 +338,6 @@ class Machine(RuleBasedStateMachine):
 
         self.of(which).both(change)
 
-    @rule(which=which, seed=seeds)
-    def load_other_weights(self, which: int, seed: int) -> None:
-        twins = self.of(which)
-        random = torch.get_rng_state()
-        torch.manual_seed(seed)
-        other = KINDS[twins.ours.kind](twins.ours.model.config.vocab_size, DROPOUT).state_dict()
-        torch.set_rng_state(random)
-        twins.both(lambda side: side.model.load_state_dict(other))
-
-    @rule(which=which, rows=rows, pickled=st.booleans())
-    def copy(self, which: int, rows: int, pickled: bool) -> None:
-        """A copy of the model is an ordinary one."""
-        twins = self.of(which)
-        model = twins.ours.model
-        copied: nn.Module = pickle.loads(pickle.dumps(model)) if pickled else copy.deepcopy(model)  # noqa: S301
-        assert not is_attached(copied)
-        for name, value in copied.state_dict().items():
-            assert torch.equal(value, twins.plain.model.state_dict()[name].cpu()), name
-
     # ---- after every rule
 
     def check_invariants(self, *args: Any, **kwargs: Any) -> None:
@@ -454,10 +346,8 @@ class Machine(RuleBasedStateMachine):
             for compare in (same_weights, same_state) if self.compares == "weights" else (same_state, same_weights):
                 compare(twins.ours, twins.plain)
         self.compares = "weights"
-        threads, files = self.left(but="hf_l2l-spill-")
         most = 2 * len(self.twins)  # a thread that has been told to end may take a moment
-        assert len(threads) <= most or gone(lambda: len(self.left()[0]) <= most), threads
-        assert not files, files
+        assert len(self.threads()) <= most or gone(lambda: len(self.threads()) <= most), self.threads()
 
     def teardown(self) -> None:
         if self.gate is not None:
@@ -472,8 +362,9 @@ class Machine(RuleBasedStateMachine):
         self.exits.close()
         if sys.exception() is not None:  # it refers to tensors
             return
-        assert gone(lambda: self.left() == ([], [])), f"threads and files: {self.left()}"
-        assert gone(lambda: self.tensors() <= self.tensors_before), f"{self.tensors()} after {self.tensors_before}"
+        assert gone(lambda: not self.threads()), self.threads()
+        assert gone(lambda: left_over.files() <= self.files_before), "files are still open"
+        assert gone(lambda: left_over.live_tensors() <= self.tensors_before), "tensors are still there"
 
 
 def same_weights(ours: Layered, plain: Side) -> None:
@@ -501,19 +392,16 @@ def same_state(ours: Layered, plain: Side) -> None:
         assert ours.eps.scaler.skipped == plain.skipped
 
 
-DRAWN = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-
-
 @not_on_cuda
 def test_any_program_trains_as_in_plain_torch():
-    count, steps = times(5, 25) if DEVICE == "cpu" else times(3, 10), 20 if DEVICE == "cpu" else 15
-    drawn = settings(DRAWN, max_examples=count, stateful_step_count=steps, derandomize=True)
-    run_state_machine_as_test(Machine, settings=drawn)
-
-
-@not_on_cuda
-@nightly
-def test_many_programs_train_as_in_plain_torch():
-    """Others at each time."""
-    drawn = settings(DRAWN, max_examples=150 if DEVICE == "cpu" else 60, stateful_step_count=20)
+    """`make test-all` draws others at each time."""
+    count, steps = times(4, 150) if DEVICE == "cpu" else times(3, 60), times(15, 20)
+    drawn = settings(
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+        max_examples=count,
+        stateful_step_count=steps,
+        derandomize=not ALL,
+    )
     run_state_machine_as_test(Machine, settings=drawn)

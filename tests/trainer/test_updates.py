@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from hf_l2l.eps import updates
 from late_updates import late_updates
 from plain import small_bert, trained
 from runs import assert_same_run, assert_same_tensors
-from tiers import cpu_suffices, more
-from training import l2l_trainer, left_in, logs, plain_trainer
+from slow_disk import assert_same_checkpoints
+from tiers import cpu_suffices
+from training import l2l_trainer, left_in, logs
 
 pytestmark = pytest.mark.filterwarnings(
     # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.
@@ -43,16 +43,6 @@ def _late() -> Iterator[None]:
         gate.open_all()
 
 
-def assert_same_checkpoint(found: Path, expected: Path) -> None:
-    assert sorted(p.name for p in found.iterdir()) == sorted(p.name for p in expected.iterdir())
-    assert (found / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
-    ours, theirs = (torch.load(p / "optimizer.pt", weights_only=True) for p in (found, expected))
-    assert ours["param_groups"] == theirs["param_groups"]
-    assert list(ours["state"]) == list(theirs["state"])
-    for index, state in theirs["state"].items():
-        assert_same_tensors(ours["state"][index], state)
-
-
 class Average(hf.TrainerCallback):
     """An exponential average of the weights, read while the update runs."""
 
@@ -74,35 +64,11 @@ def test_checkpoints_evaluations_and_callbacks_see_finished_weights(tmp_path, mo
         options = {"max_grad_norm": CLIPS[mode], "load_best_model_at_end": True, "callbacks": [callback], **SAVING}
         runs[each] = trained(l2l_trainer, tmp_path / each, eps_update=each, **options)
         averages[each] = callback.average
-    for step in range(1, STEPS + 1):
-        name = f"checkpoint-{step}"
-        assert_same_checkpoint(tmp_path / mode / name, tmp_path / "serial" / name)
+    assert_same_checkpoints(tmp_path / mode, tmp_path / "serial")
     assert_same_run(runs[mode], runs["serial"])
     assert_same_tensors(averages[mode], averages["serial"])
     assert len(averages[mode]) == len(list(small_bert().parameters()))
     assert len([entry for entry in logs(runs[mode]) if "eval_loss" in entry]) == STEPS
-
-
-MODES = [
-    ("plain", "eager", 2),
-    ("deferred", "serial", 2),
-    *more(("serial", "deferred", 2), ("eager", "deferred", 2), ("deferred", "eager", 1)),
-]
-
-
-@cpu_suffices
-@pytest.mark.parametrize(("first", "second", "step"), MODES)
-def test_a_run_goes_on_in_another_mode(tmp_path, first, second, step):
-    def made(mode: str, folder: str) -> hf.Trainer:
-        options = {**SAVING, "max_grad_norm": 0.0, "model": small_bert()}
-        if mode == "plain":
-            return plain_trainer(tmp_path / folder, **options)
-        return l2l_trainer(tmp_path / folder, eps_update=mode, **options)
-
-    whole, resumed = made(first, "whole"), made(second, "parts")
-    whole.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-    assert_same_run(resumed, whole)
 
 
 def test_an_update_that_fails_leaves_no_folder_of_a_checkpoint(tmp_path, monkeypatch):
@@ -140,8 +106,7 @@ def test_an_update_of_the_last_step_that_fails_is_raised_by_the_training(tmp_pat
 def test_forked_data_loaders_live_with_the_worker(tmp_path):
     """They are forked while an update is under way; the second epoch's, too."""
     options = {"dataloader_num_workers": 2, "max_steps": 8, "logging_steps": 4, "l2l_num_threads": 2}
-    found, expected = (
-        trained(l2l_trainer, tmp_path / mode, eps_update=mode, **options) for mode in ("deferred", "serial")
-    )
+    modes = ("deferred", "serial")
+    found, expected = (trained(l2l_trainer, tmp_path / mode, eps_update=mode, **options) for mode in modes)
     assert found.state.epoch > 1
     assert_same_run(found, expected)
