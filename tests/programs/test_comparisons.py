@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 import torch
 
 from hf_l2l.verify.comparisons import (
@@ -13,7 +10,6 @@ from hf_l2l.verify.comparisons import (
     compare_loss,
     compare_states,
     compare_tensors,
-    gradient_error,
 )
 from hf_l2l.verify.mixed import GRADIENT_ERROR, LOSS_ERROR, OF_PLAIN, compare_errors
 from hf_l2l.verify.results import OK
@@ -74,14 +70,6 @@ def test_tensors_of_any_dtype_losses_and_states_are_compared():
     assert compare_states(state, state, "loaded") == OK
     assert "differs in a" in compare_states({"a": torch.zeros(1)}, state, "loaded").text
     assert "other names" in compare_states({}, state, "loaded").text
-
-
-def test_the_error_of_all_gradients_is_one_of_norms():
-    expected = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0]), "c": None}
-    assert gradient_error(expected, expected) == 0.0
-    assert gradient_error({**expected, "b": torch.tensor([3.0])}, expected) == pytest.approx(1 / 5)
-    assert gradient_error({**expected, "b": None}, expected) == pytest.approx(4 / 5)
-    assert math.isnan(gradient_error({**expected, "b": torch.tensor([NAN])}, expected))
 
 
 def test_errors_in_bf16_are_compared_with_those_of_the_plain_model():

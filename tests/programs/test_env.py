@@ -27,13 +27,10 @@ def test_the_report(capsys, monkeypatch):
     assert found["versions"]["torch"] == version("torch") and found["versions"]["hf_l2l"] == hf_l2l.__version__
     assert found["versions"]["surely-not-installed"] is None
     assert found["unsupported"] is None and found["probe"] is None
-    assert found["devices"] == [] and found["page_locking"]["works"] is None
-    assert found["host"]["usable_cores"] <= found["host"]["cores"]
     assert 0 < found["host"]["available_bytes"] <= found["host"]["total_bytes"]
     text = ran(capsys, "env").out
     assert f"\n  torch: {version('torch')}\n" in text and "\n  surely-not-installed: -\n" in text
-    assert "devices:\n  none: layers run on the CPU\n" in text
-    assert "\n  total: " in text and "GiB\n" in text and "probe:" not in text
+    assert "devices:\n  none: layers run on the CPU\n" in text and "probe:" not in text
     assert "hf_very_secret" not in text + told.out
 
 
@@ -48,8 +45,6 @@ def test_what_is_not_supported_or_fails_does_not_end_the_report(monkeypatch, cap
     found = ran(capsys, "env", "--json")
     assert "needs torch 98 or newer" in found.json["unsupported"]
     assert found.status == 0 and found.json["devices"] == "failed: RuntimeError: the driver is gone"
-    told = ran(capsys, "env").out
-    assert "unsupported:\n  hf_l2l" in told and "devices:\n  failed: RuntimeError: the driver is gone\n" in told
 
 
 def test_variables_without_secrets():
@@ -94,9 +89,7 @@ def test_the_probe(monkeypatch, capsys):
     assert json.loads(figures.to_json()) == found.json["probe"]
     text = ran(capsys, "env", "--probe", "--device", "cpu").out
     assert " FLOP/s" in text and " parameters/s" in text and "\n  link_up: -\n" in text
-    assert "without --probe" in refused(capsys, "env", "--device", "cpu")
     assert "one this machine has (got cuda:7)" in refused(capsys, "env", "--probe", "--device", "cuda:7")
-    assert "must name a torch device (got 'gpu'" in refused(capsys, "env", "--probe", "--device", "gpu")
 
 
 # ---- limits of the process

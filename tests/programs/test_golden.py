@@ -7,8 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 import transformers as hf
 
 import golden
@@ -16,10 +14,8 @@ import golden_cases
 from golden_cases import NOT_RECORDED, OPTIONS, Case, cases, options_of, quick, terms_of
 from golden_runs import Faults, Record, run
 from hf_l2l import L2LConfig, L2LTrainingArguments
-from tiers import more
 
 LLAMA = Case("cpu", "optimizers", "llama", {"update": "deferred"}, optimizer="fused AdamW", groups=True)
-BERT = Case("cpu", "precision", "bert", {"precision": "bf16", "update": "deferred"})
 TRAINER = Case("cpu", "Trainer", "bert", {"update": "deferred"}, run="trainer")
 
 
@@ -29,24 +25,6 @@ class LargerGradient(Faults):
     def after_backward(self, model: Any, eps: Any, step: int) -> None:
         if step == 0:
             model.model.layers[1].mlp.up_proj.weight.grad.mul_(1 + 2**-20)
-
-
-class StaleCopy(Faults):
-    """After the first step, the layers compute with one 16-bit copy as it was before it."""
-
-    def after_backward(self, model: Any, eps: Any, step: int) -> None:
-        self.before = self.of(eps).clone()
-
-    def after_step(self, model: Any, eps: Any, step: int) -> None:
-        eps.updates.synchronize()  # the one of `eps` would have all copies renewed
-        if step == 0:
-            assert not self.of(eps).equal(self.before)
-            self.of(eps).copy_(self.before)
-
-    @staticmethod
-    def of(eps: Any) -> torch.Tensor:
-        copy: torch.Tensor = max(eps.copies.kept, key=torch.Tensor.numel)
-        return copy
 
 
 class FileMore(Faults):
@@ -69,27 +47,10 @@ def test_equal_runs_have_equal_records_and_a_gradient_of_a_millionth_more_is_fou
     assert first.what.startswith(("first at step 1 of 5: ", "first at step 2 of 5: "))
 
 
-def test_a_stale_copy_of_a_weight_is_found(tmp_path):
-    first, *_ = found = golden.differences(records(BERT, tmp_path), records(BERT, tmp_path, StaleCopy()))
-    assert {(each.case, each.section) for each in found} == {(BERT.name, "bits")}
-    assert first.what.startswith("first at step 2 of 5: loss 1 ")
-
-
 def test_a_file_more_in_a_checkpoint_is_found(tmp_path):
     """And nothing else: equal runs have equal files."""
     (found,) = golden.differences(records(TRAINER, tmp_path), records(TRAINER, tmp_path, FileMore()))
     assert found == (TRAINER.name, "files", "whole/checkpoint-2/model.safetensors.tmp is new")
-
-
-OVERFLOWING = [case for case in cases() if case.where == "cpu" and case.options.get("first loss scale")]
-
-
-@pytest.mark.parametrize("case", [OVERFLOWING[0], *more(*OVERFLOWING[1:])], ids=lambda case: case.name)
-def test_a_loss_scale_that_overflows_lets_some_steps_through(tmp_path, case):
-    record = run(case, tmp_path)
-    entries = record["bits"] if case.run == "loop" else [entry for entry in record["logs"] if entry["run"] == "whole"]
-    skipped = [entry[key] for entry in entries for key in ("skipped", "skipped steps") if key in entry]
-    assert 0 < skipped[-1] < len(skipped)
 
 
 # ---- comparing
@@ -108,12 +69,6 @@ def test_differences_are_told_by_case_section_and_step():
     failed = {"keeps": ["failed"], "failed": "ValueError: no"}
     whats = [each.what for each in golden.differences({"a": OLD}, {"a": failed})]
     assert whats == ["there is none any more"] * 2 + ["it was not there before: ValueError: no"]
-    longer = {**OLD, "bits": [*OLD["bits"], {}]}
-    assert [each.what for each in golden.differences({"a": OLD}, {"a": longer})] == ["3 steps instead of 2"]
-    old = {"keeps": ["files"], "files": {"a.json": {"x": 1}, "b.bin": {"y": 2, "z": 3}}}
-    new = {"keeps": ["files"], "files": {"a.json": {"x": 9}, "b.bin": {"y": 8, "z": 3}}}
-    whats = [each.what for each in golden.differences({"a": old}, {"a": new})]
-    assert whats == ["a.json: x 1 -> 9", "b.bin: y 2 -> 8"]
 
 
 def test_meant_differences_are_left_out_and_other_versions_are_told():
@@ -157,20 +112,3 @@ def test_a_case_means_the_same_after_a_renaming(monkeypatch):
     now = options_of(terms)
     assert now == {"host_state": {"gradients": "16bit", "moments": "16bit"}, "placement": {"boundary": "host"}}
     assert terms_of(now, of_trainer=False) == terms
-
-
-def test_a_command_that_makes_no_sense_is_refused(tmp_path, capsys):
-    """A meant difference needs a reason."""
-    file = tmp_path / "meant.json"
-    file.write_text(json.dumps([{"case": "a", "section": "bits", "what": "*", "reason": " "}]))
-    with pytest.raises(ValueError, match="without reason"):
-        golden.meant_of(file)
-    for words, said in (
-        (["compare", str(tmp_path / "none.json")], "which is no file"),
-        (["record"], "needs the file of a recording"),
-        (["record", "a.json", "--only", "nothing like it"], "must be a word of the name of a case"),
-        (["record", "a.json", "--meant", "b.json"], "--meant is for compare"),
-    ):
-        with pytest.raises(SystemExit):
-            golden.main(words)
-        assert said in capsys.readouterr().err

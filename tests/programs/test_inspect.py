@@ -9,7 +9,8 @@ from cli_models import LLAMA, T5, ran, refused, written
 from hf_l2l.cli.printed.model_facts import facts_of
 
 
-def test_a_decoder_with_tied_embeddings(tmp_path, capsys):
+def test_a_decoder_with_tied_embeddings_and_two_stacks_with_layers_of_two_kinds(tmp_path, capsys):
+    """The first layers of T5 have a table of relative positions besides."""
     source = written(tmp_path, LLAMA)
     found = ran(capsys, "inspect", source, "--json").json
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
@@ -20,31 +21,21 @@ def test_a_decoder_with_tied_embeddings(tmp_path, capsys):
         {"count": 3, "class_name": "LlamaDecoderLayer", "each": {"parameters": each, "bytes": 4 * each}}
     ]
     assert stack["total"] == found["layers_total"] == {"parameters": 3 * each, "bytes": 12 * each}
-    assert found["largest_layer"] == {"path": "model.layers.0", "bytes": 4 * each}
     assert [(m["path"], m["own"]["parameters"], m["tied_to"]) for m in found["non_layer_modules"]] == [
         ("model.embed_tokens", 50 * 16, []),
         ("model.norm", 16, []),
         ("lm_head", 0, ["model.embed_tokens.weight"]),
     ]
     assert found["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
-    assert found["non_layer_total"]["parameters"] == 50 * 16 + 16
     assert found["total"]["parameters"] == sum(p.numel() for p in model.parameters())
     assert found["buffers"]["bytes"] == sum(b.numel() * b.element_size() for b in model.buffers())
-    assert (found["max_position_embeddings"], found["dtype"], found["model_type"]) == (128, "float32", "llama")
     assert (found["refused"], found["notes"]) == ([], [])
     text = ran(capsys, "inspect", source).out
-    assert text.startswith(f"{source}: LlamaForCausalLM (llama)\n")
     assert "\n  3 x LlamaDecoderLayer, 2.3 k parameters, 9.1 KiB each\n" in text
     assert "tied to model.embed_tokens.weight\n" in text and "refused" not in text and "note" not in text
-
-
-def test_two_stacks_with_layers_of_two_kinds(tmp_path, capsys):
-    """The first layers of T5 have a table of relative positions besides."""
-    stacks = ran(capsys, "inspect", written(tmp_path, T5), "--json").json["stacks"]
+    stacks = ran(capsys, "inspect", written(tmp_path / "t5", T5), "--json").json["stacks"]
     assert [stack["path"] for stack in stacks] == ["encoder.block", "decoder.block"]
     assert [[kind["count"] for kind in stack["kinds"]] for stack in stacks] == [[1, 1], [1, 2]]
-    first, others = (kind["each"]["parameters"] for kind in stacks[1]["kinds"])
-    assert first - others == 32 * 2
 
 
 def test_another_class_and_other_layers(tmp_path, capsys):
@@ -73,8 +64,6 @@ def test_a_model_without_layers_or_with_a_backward_of_its_own_is_refused():
     assert (facts.stacks, facts.largest_layer) == ((), None) and facts.total.parameters == 9
     [said] = facts.refused
     assert "must have a stack of layers" in said and said.endswith("with --layer-classes")
-    [module] = facts.non_layer_modules
-    assert (module.path, module.class_name, module.own.parameters) == ("", "Linear", 9)
     facts = facts_of(nn.Sequential(nn.ModuleList([Own(), Own()])))
     assert "must leave its backward to torch (a Own has a backward_pass" in facts.refused[0]
     assert "found by their parameters alone; name others with --layer-classes" in facts.notes[0]

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
-
 from benchmarks import measured, published
-
-TEXT = """# A title
-
-| name | size |
-| --- | --- |
-| one | 2 GB |
-| two | 3 GB |
-
-After it.
-"""
 
 
 def test_the_page_is_what_the_command_writes(tmp_path, monkeypatch):
     assert measured.main(["--check"]) == 0
     page = measured.PAGE.read_text(encoding="utf-8")
-    assert "\n\n\n" not in page
-    for figure in ("52.48", "84.91", "22.07", "6.68", "61.18", "74.36", "11.13"):
-        assert figure in page
     assert all(claim.source in page for claim in published.CLAIMS)
     monkeypatch.setattr(measured, "PAGE", tmp_path / "measured.md")
     measured.PAGE.write_text("old")
     assert measured.main(["--check"]) == 1
     assert measured.main([]) == 0 and measured.main(["--check"]) == 0
-
-
-def test_rows_are_read_from_a_document():
-    found = measured.Result("name.md", TEXT)
-    assert found.rows("| name |") == [["one", "2 GB"], ["two", "3 GB"]]
-    assert found.row("| name |", "two") == ["two", "3 GB"]
-    with pytest.raises(ValueError, match="substring not found"):
-        found.rows("| another |")
 
 
 def test_the_newest_document_of_a_theme_is_taken(tmp_path, monkeypatch):
@@ -52,11 +27,3 @@ def test_the_newest_document_of_a_theme_is_taken(tmp_path, monkeypatch):
     (tmp_path / "gpu_h100").mkdir()
     (tmp_path / "gpu_h100" / "bench.md").write_text("tokens/s")
     assert measured.gpu()[-1] == "- [`gpu_h100/bench.md`](../benchmarks/results/gpu_h100/bench.md)"
-
-
-def test_what_was_simulated_says_so():
-    first, later = "\n".join(measured.first_tables()), "\n".join(measured.later_tables())
-    ours = re.findall(r"[\d,.]+ MB \(simulated\)", first)
-    assert len(ours) == 8, "7 rows of tables 4 and 5, and table 2"
-    assert "Llama, in MiB (simulated, " in later and "micro-batches on (simulated, " in later
-    assert {len(row) for row in (*published.LATER_7, *published.FIRST_3)} == {1 + len(published.TASKS)}

@@ -39,12 +39,10 @@ def test_a_picture_is_drawn_here_unless_a_file_is_named(run, tmp_path, capsys, m
     assert found.status == 0 and (tmp_path / "hf_l2l_run.png").read_bytes().startswith(b"\x89PNG")
     assert found.out.startswith(f"{run}/checkpoint-4/trainer_state.json: 4 steps of BertForSequenceClassification, ")
     assert "device batch of 8 rows" in found.out and found.out.endswith("-> hf_l2l_run.png\n")
-    assert ran(capsys, "plot", str(run / "checkpoint-2"), "--out", "half.svg").out.endswith("-> half.svg\n")
-    assert "<svg" in (tmp_path / "half.svg").read_text()
-    for out in ("nowhere/run.png", "run.xyz"):
-        assert "--out must be a file that can be written" in refused(capsys, "plot", str(run), "--out", out)
+    assert "must be a file that can be written" in refused(capsys, "plot", str(run), "--out", "nowhere/run.png")
     without = state_of(tmp_path / "without times", 1)
-    assert "  time: not in l2l_run.jsonl of" in ran(capsys, "plot", without).out
+    assert "  time: not in l2l_run.jsonl of" in ran(capsys, "plot", without, "--out", "other.svg").out
+    assert "<svg" in (tmp_path / "other.svg").read_text()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib, or give --json" in refused(capsys, "plot", str(run))
 
@@ -70,13 +68,12 @@ def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(tmp_path
     """What is no run is refused."""
     state_of(tmp_path / "run" / "checkpoint-2", 2)
     newest = state_of(tmp_path / "run" / "checkpoint-9", 9)
-    for own, is_taken in ((10, True), (9, True), (8, False)):
+    for own, is_taken in ((9, True), (8, False)):
         state = state_of(tmp_path / "run", own)
         assert ran(capsys, "plot", str(tmp_path / "run"), "--json").json["file"] == (state if is_taken else newest)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text").write_text("{}")
     Path(state_of(tmp_path / "broken", 3)).write_text("{")
     state_of(tmp_path / "broken" / "checkpoint-1", 1)
-    for name in ("nowhere", "empty", "text", "broken"):
+    for name in ("nowhere", "empty", "broken"):
         said = refused(capsys, "plot", name, "--json")
         assert "RUN must be the output_dir of a training" in said and f"(got '{name}" in said
