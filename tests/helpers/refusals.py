@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +79,11 @@ class Case:
     """What is raised, of errors."""
     settings: Mapping[str, Any] | None = None
     """If all of it is a call of `L2LConfig`: the arguments."""
+
+
+Rows = dict[str, Prepare | Case]
+"""What the user types -> what makes what is needed, alone or with more that is known of the case."""
+row = partial(Case, "")
 
 
 # ---- what cases have in common

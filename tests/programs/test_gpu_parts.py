@@ -65,29 +65,6 @@ def test_the_tests_of_the_plan_are_there():
     assert sorted(gpu.OF_CUDA) == sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py"))
 
 
-def test_each_test_has_one_row_and_those_with_a_row_are_left_out(tmp_path):
-    file, rows = tmp_path / "test_some.py", tmp_path / "rows.jsonl"
-    file.write_text(
-        "import pytest\n"
-        "@pytest.mark.parametrize('x', [0, 1])\ndef test_a(x): assert x\n"
-        "def test_b(): pytest.skip('why')\n"
-    )
-    (tmp_path / "test_other.py").write_text("import a_package_that_is_not_here\n")
-    text = "import sys; from pathlib import Path; from benchmarks import gpu_tests\n"
-    text += "print('it', gpu_tests.run(sys.argv[2:], Path(sys.argv[1]), rehearse=False))"
-    found = []
-    for _ in range(2):
-        asked = [sys.executable, "-c", text, str(rows), str(tmp_path)]
-        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "it ended", done.stdout
-        found.append([(row["name"].rpartition("/")[2], row["outcome"]) for row in gpu_rows.read(rows, "test")])
-        file.write_text(file.read_text() + "def test_c(): pass\n")
-    broken = ("test_other.py", "error in collection")
-    outcomes = {"a[0]": "failed", "a[1]": "passed", "b": "skipped"}
-    assert found[0] == [broken, *((f"test_some.py::test_{name}", how) for name, how in outcomes.items())]
-    assert found[1] == [*found[0], broken, ("test_some.py::test_c", "passed")]
-
-
 # ---- a call that is cut
 
 STUB = """

@@ -21,36 +21,12 @@ from tiers import more, nightly
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-NAMES = [
-    "EagerParamServer",
-    "EngineFailedError",
-    "L2LArgumentsMixin",
-    "L2LBatchGrowth",
-    "L2LCallback",
-    "L2LConfig",
-    "L2LTrainer",
-    "L2LTrainerMixin",
-    "L2LTrainingArguments",
-    "Lamb",
-    "NonFiniteError",
-    "RankFailedError",
-    "attach_l2l",
-    "copy_as",
-    "detach_l2l",
-    "estimate",
-    "load_once",
-    "make_l2l_arguments",
-    "make_l2l_trainer",
-]
 
 
 def test_public_names():
-    assert sorted(hf_l2l.__all__) == NAMES
-    for name in NAMES:
-        assert callable(getattr(hf_l2l, name)), name
     names: dict[str, object] = {}
     exec("from hf_l2l import *", names)
-    assert sorted(names.keys() - {"__builtins__"}) == NAMES
+    assert names.keys() - {"__builtins__"} == set(hf_l2l.__all__)
     with pytest.raises(ImportError, match="cannot import name 'L2LTrianer'"):
         from hf_l2l import L2LTrianer  # noqa: F401
 
@@ -133,8 +109,7 @@ def test_tests_and_what_they_start_see_no_gpu():
 
 
 @pytest.mark.parametrize(
-    ("target", "variable"),
-    [("demo", "VENV"), *more(("test-oldest", "OLDEST"), ("test-clients", "CLIENTS"), ("docs", "DOCS"))],
+    ("target", "variable"), [("demo", "VENV"), *more(("test-oldest", "OLDEST"), ("docs", "DOCS"))]
 )
 def test_make_refuses_another_python_before_it_downloads(target, variable, tmp_path):
     for minor, is_refused in ((10, True), (11, False)):

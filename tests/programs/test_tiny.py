@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import transformers
 
 from hf_l2l.verify.family import VOCAB
-from hf_l2l.verify.results import one_line
 from hf_l2l.verify.tiny import copies
 from hf_l2l.verify.tiny.copies import TinyCopy, failure, tiny_copy
-from hf_l2l.verify.tiny.fields import fields_of, layers_kept, merged, shrunk, switches
+from hf_l2l.verify.tiny.fields import fields_of, shrunk, switches
 from tiers import more
 
 LARGE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1000}
@@ -32,8 +30,8 @@ def test_a_config_that_switches_nothing_is_the_family():
     found = copied(transformers.LlamaConfig(**LARGE), "LlamaForCausalLM")
     assert (found.of_family, found.carried, found.left_out, found.notes) == ("llama", (), (), ())
     assert found.family.fp32 == "its norm computes in fp32"
-    family = tiny_copy(transformers.LlamaConfig(**LARGE, attention_bias=True), "LlamaForCausalLM").family
-    assert family.tolerance == 1e-6 and replace(family, exact=True).tolerance == 0.0, "exact is the same bits"
+    config = transformers.T5Config(d_model=64, num_heads=8, vocab_size=100, feed_forward_proj="gated-gelu")
+    assert copied(config, "T5ForConditionalGeneration").of_family == "t5-gated", "the nearest of several"
 
 
 def test_what_switches_behaviour_is_taken():
@@ -52,9 +50,8 @@ def test_what_switches_behaviour_is_taken():
     config = transformers.Qwen2Config(**LARGE, num_hidden_layers=12, layer_types=kinds, use_sliding_window=True)
     found = copied(config, "Qwen2ForCausalLM")
     assert found.family.build().config.layer_types == ["full_attention", "sliding_attention"]
-    for window, tiny in ((4096, 4), (None, None)):
-        found = copied(transformers.MistralConfig(**LARGE, sliding_window=window), "MistralForCausalLM")
-        assert found.family.build().config.sliding_window == tiny
+    found = copied(transformers.MistralConfig(**LARGE, sliding_window=4096), "MistralForCausalLM")
+    assert found.family.build().config.sliding_window == 4
 
     config = transformers.InternVLConfig(text_config=transformers.Qwen2Config(**LARGE, rms_norm_eps=0.1))
     found = copied(config, "InternVLForConditionalGeneration")
@@ -63,23 +60,11 @@ def test_what_switches_behaviour_is_taken():
     assert (tiny.rms_norm_eps, tiny.hidden_size) == (0.1, 16)
 
 
-def test_the_nearest_of_several_families():
-    sizes = {"d_model": 64, "num_heads": 8, "vocab_size": 100}
-    for words, family in (("relu", "t5"), ("gated-gelu", "t5-gated")):
-        config = transformers.T5Config(**sizes, feed_forward_proj=words, tie_word_embeddings=words == "relu")
-        assert copied(config, "T5ForConditionalGeneration").of_family == family
-    wav = transformers.Wav2Vec2Config(do_stable_layer_norm=True, feat_extract_norm="layer")
-    assert copied(wav, "Wav2Vec2ForSequenceClassification").of_family == "wav2vec2-stable"
-
-
 def test_what_does_not_fit_is_left_out():
-    """Here a language without an adapter, and masks that are drawn at random."""
+    """Here a language without an adapter."""
     config = transformers.XmodConfig(default_language="de_DE", languages=["de_DE"], hidden_act="relu")
     found = copied(config, "XmodForSequenceClassification")
     assert (found.carried, found.left_out) == (("hidden_act",), ("default_language",))
-    config = transformers.HubertConfig(apply_spec_augment=True)
-    found = copied(config, "HubertForSequenceClassification")
-    assert "apply_spec_augment" in found.left_out
 
 
 # ---- heads
@@ -90,8 +75,6 @@ def test_heads():
     for config, class_name, family in (
         (transformers.BertConfig, "BertModel", "bert-embeddings"),
         (transformers.BertConfig, "BertForTokenClassification", "bert"),
-        (transformers.BertConfig, "BertForQuestionAnswering", "bert"),
-        (transformers.ViTConfig, "ViTModel", "vit"),
     ):
         found = copied(config(), class_name)
         assert (found.of_family, found.family.model_class, found.notes) == (family, class_name, ())
@@ -111,13 +94,7 @@ def test_heads():
     [
         (transformers.BertConfig, "BertForSequenceClassification"),
         (transformers.MixtralConfig, "MixtralForCausalLM"),
-        (transformers.ViTConfig, "ViTForImageClassification"),
-        *more(
-            (transformers.GPT2Config, "GPT2LMHeadModel"),
-            (transformers.Gemma3TextConfig, "Gemma3ForCausalLM"),
-            (transformers.T5Config, "T5ForConditionalGeneration"),
-            (transformers.BartConfig, "BartModel"),
-        ),
+        *more((transformers.Gemma3TextConfig, "Gemma3ForCausalLM"), (transformers.BartConfig, "BartModel")),
     ],
 )
 def test_a_type_without_a_family(config, class_name, monkeypatch):
@@ -133,67 +110,30 @@ def test_what_cannot_be_made_small_is_refused(monkeypatch):
     monkeypatch.setattr(copies, "MOST_PARAMETERS", 10)
     with pytest.raises(ValueError, match="with the sizes of the family 'llama' does not: it still has"):
         tiny_copy(transformers.LlamaConfig(), "LlamaForCausalLM")
-    monkeypatch.setattr(copies, "GROUPS", {})
-    with pytest.raises(ValueError) as error:
-        tiny_copy(transformers.LlamaConfig(), "LlamaForCausalLM")
-    text = str(error.value)
-    assert "tried all sizes that have known names, in float64: it still has" in text
-    assert "at last all that have the name of a size" in text and one_line(text, 10_000) == text
 
 
 # ---- fields
 
 
 def test_sizes():
+    """Of lists with an entry for each layer, those of layers of every kind are kept."""
     fields = {
-        **LARGE,
-        "num_hidden_layers": 12,
-        "intermediate_size": 256,
-        "word_dim": 256,
-        "own_rank": 300,
-        "pad_token_id": None,
-        "image_token_id": 999,
-        "mask_token_id": 7,
-        "sliding_window": 512,
-        "depths": [2, 2],
-        "is_decoder": True,
-        "eps": 0.5,
+        **{"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 7, "word_dim": 256, "own_rank": 300},
+        **{"image_token_id": 999, "mask_token_id": 7, "sliding_window": 512, "is_decoder": True, "eps": 0.5},
+        "layer_types": ["a", "a", "b", "a", "c", "d", "e"],
+        "intermediate_size": [256] * 7,
         "sub": {"model_type": "x", "hidden_size": 64, "num_hidden_layers": 1},
     }
     expected = {
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "num_hidden_layers": 2,
-        "intermediate_size": 32,
-        "word_dim": 32,
-        "own_rank": 300,
-        "pad_token_id": 0,
-        "image_token_id": 3,
-        "mask_token_id": 7,
-        "sliding_window": 4,
-        "depths": [2, 2],
-        "is_decoder": True,
-        "eps": 0.5,
+        **{"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "word_dim": 32, "own_rank": 300},
+        **{"image_token_id": 3, "mask_token_id": 7, "sliding_window": 4, "is_decoder": True, "eps": 0.5},
+        "layer_types": ["a", "b", "c", "d"],
+        "intermediate_size": [32] * 4,
         "sub": {"model_type": "x", "hidden_size": 16, "num_hidden_layers": 1},
     }
     assert shrunk(fields) == expected
     assert shrunk(fields, bold=True) == {**expected, "own_rank": 16}
     assert shrunk({"num_attention_heads": 8, "num_key_value_heads": 2})["num_key_value_heads"] == 1
-
-
-def test_lists_with_an_entry_for_each_layer():
-    kinds = ["a", "a", "b", "a", "c", "d", "e"]
-    fields = {"num_hidden_layers": 7, "layer_types": kinds, "intermediate_size": [100] * 7, "other": [1, 2]}
-    assert shrunk(fields) == {
-        "num_hidden_layers": 4,
-        "layer_types": ["a", "b", "c", "d"],
-        "intermediate_size": [32] * 4,
-        "other": [1, 2],
-    }
-    assert layers_kept({}, 7) == [0, 1] and layers_kept({"kinds": ["a", "b"]}, 2) == [0, 1]
-    assert layers_kept({}, 1) == [0] and layers_kept({}, 0) == []
 
 
 def test_what_is_a_switch():
@@ -205,10 +145,3 @@ def test_what_is_a_switch():
     fields = {"shared_layers": 0, "other_layers": 20, "same": 7, "hidden_size": 64}
     tiny = {"shared_layers": 2, "other_layers": 0, "same": 2, "hidden_size": 0}
     assert switches(fields, tiny) == {"shared_layers": {"shared_layers": 0}, "other_layers": {"other_layers": 1}}
-
-
-def test_merged_keeps_what_is_not_given():
-    sizes = {"a": 1, "sub": {"b": 2, "c": 3}, "rope_parameters": {"d": 4}}
-    given = {"sub": {"b": 5}, "rope_parameters": {"e": 6}}
-    assert merged(sizes, given) == {"a": 1, "sub": {"b": 5, "c": 3}, "rope_parameters": {"e": 6}}
-    assert sizes["sub"] == {"b": 2, "c": 3}
