@@ -329,18 +329,6 @@ OPTIMIZERS: Rows = {
 # ---- warnings
 
 
-class Normalized(nn.Module):
-    """A layer that normalizes over the rows of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Normalize `x`, of shape [rows, 16]."""
-        return self.norm(x)
-
-
 class Counting(nn.Module):
     """A layer that counts its calls in a buffer."""
 
@@ -355,12 +343,12 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def _called_with_rows(layer: type[nn.Module], **options: Any) -> Prepare:
+def _called_with_rows(layer: Callable[[], nn.Module], **options: Any) -> Prepare:
     """A stack of two such layers, in training."""
     return used(
         lambda model, eps: partial(model, torch.ones(4, 16, requires_grad=True)),
         lambda scene, model: nn.Sequential(layer(), layer()),
-        layer_classes=(layer.__name__,),
+        layer_classes=(type(layer()).__name__,),
         **options,
     )
 
@@ -403,7 +391,7 @@ WARNINGS: Rows = {
     "`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train": trainer(
         _with_figures, runs=True, use_cpu=False, **_LARGER
     ),
-    "`ubatch_size=2`, and a layer with batch norm": _called_with_rows(Normalized, ubatch_size=2),
+    "`ubatch_size=2`, and a layer with batch norm": _called_with_rows(lambda: nn.BatchNorm1d(16), ubatch_size=2),
     "`cmp='bf16'`, and a layer that writes to a buffer": _called_with_rows(Counting, cmp="bf16"),
     "a driver that refuses to page-lock memory": row(_not_locked, is_early=False, varies=r"[\d.]+ KiB"),
     "`model(..., use_cache=True)`, in training": used(_with_a_cache, _llama),

@@ -197,32 +197,27 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-class LoggedWarning(UserWarning):
-    """A warning in the log, as an error."""
-
-    def __init__(self, record: logging.LogRecord) -> None:
-        super().__init__(record.getMessage())
-        self.record = record
-
-
-class _Raising(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        raise LoggedWarning(record)
-
-
 @contextmanager
 def _logged_warnings_raise() -> Iterator[None]:
     """Inside, warnings in the log of the package are raised; afterwards its loggers are as loud as before: the program
     `hf-l2l` makes them quiet."""
-    handler, loggers = _Raising(logging.WARNING), [logging.getLogger(name) for name in LOGGERS]
-    levels, verbosity = [each.level for each in loggers], of_transformers.get_verbosity()
-    for each in loggers:
-        each.addHandler(handler)
+
+    def raises(logger: logging.Logger) -> Callable[..., None]:
+        def warning(text: str, *args: object) -> None:
+            if logger.isEnabledFor(logging.WARNING):
+                raise UserWarning(text % args if args else text)
+
+        return warning
+
+    loggers, verbosity = [logging.getLogger(name) for name in LOGGERS], of_transformers.get_verbosity()
+    levels = [each.level for each in loggers]
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            for each in loggers:
+                patch.setattr(each, "warning", raises(each))
+            yield
     finally:
         for each, level in zip(loggers, levels, strict=True):
-            each.removeHandler(handler)
             each.setLevel(level)
         of_transformers.set_verbosity(verbosity)
         of_transformers.enable_progress_bar()
@@ -269,10 +264,10 @@ def provoke(case: Case, folder: Path) -> Found:
 
 
 def _places_of(error: BaseException) -> list[tuple[str, int]]:
-    if isinstance(error, LoggedWarning):
-        return [(str(Path(error.record.pathname).relative_to(PACKAGE)), error.record.lineno)]
-    frames = [list(traceback.walk_tb(each.__traceback__))[-1] for each in (error, error.__cause__) if each is not None]
-    found = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    tracebacks = [each.__traceback__ for each in (error, error.__cause__) if each is not None]
+    frames = [[(Path(f.f_code.co_filename), line) for f, line in traceback.walk_tb(each)] for each in tracebacks]
+    # What raises for a warning in the log is in this file.
+    found = [[(file, line) for file, line in each if str(file) != __file__][-1] for each in frames]
     if not found[0][0].is_relative_to(PACKAGE):
         raise AssertionError(f"it was {found[0][0]} that raised {error!r}") from error
     return [(str(file.relative_to(PACKAGE)), line) for file, line in found if file.is_relative_to(PACKAGE)]

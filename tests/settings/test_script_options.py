@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,11 @@ def test_what_only_the_run_can_tell_is_said_in_one_sentence(tiny_model, tmp_path
             run_glue_l2l.main(command(tiny_model, tmp_path, **files, **options))
         assert stopped.value.code == 2
         assert keyword in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_without_datasets_the_command_that_installs_it_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "hf_l2l.glue.metric", raising=False)  # imported by an earlier test
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    options = {"train_file": write(tmp_path / "train.csv", ROWS), "do_eval": False}
+    assert "pip install datasets evaluate scikit-learn scipy" in refused(command("model", tmp_path, **options), capsys)
