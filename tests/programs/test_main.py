@@ -12,7 +12,6 @@ from pathlib import Path
 import hf_l2l
 from cli_models import LLAMA, ran, refused, written
 from documented_commands import check
-from hf_l2l.cli import inspect
 from hf_l2l.cli.main import COMMANDS
 
 ROOT = Path(hf_l2l.__file__).parents[1]
@@ -47,7 +46,8 @@ def test_env_is_there_whatever_library_is_broken_and_others_say_so_in_one_senten
     def broken(*_: object) -> None:
         raise ImportError("this is broken")
 
-    monkeypatch.setattr(inspect, "COMMAND", dataclasses.replace(inspect.COMMAND, run=broken))
+    command = import_module("hf_l2l.cli.inspect").COMMAND
+    monkeypatch.setattr("hf_l2l.cli.inspect.COMMAND", dataclasses.replace(command, run=broken))
     assert refused(capsys, "inspect", written(tmp_path / "model", LLAMA)) == "hf-l2l inspect: this is broken\n"
 
 
