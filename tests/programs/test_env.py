@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 from importlib.metadata import version
 
 import hf_l2l
 from cli_models import ran, refused
 from hf_l2l import surroundings
-from hf_l2l.memory import host_limits
 from hf_l2l.probe import rates
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.probe.rates import Sizes
@@ -90,20 +88,3 @@ def test_the_probe(monkeypatch, capsys):
     text = ran(capsys, "env", "--probe", "--device", "cpu").out
     assert " FLOP/s" in text and " parameters/s" in text and "\n  link_up: -\n" in text
     assert "one this machine has (got cuda:7)" in refused(capsys, "env", "--probe", "--device", "cuda:7")
-
-
-# ---- limits of the process
-
-
-def test_limits_of_a_control_group_and_of_locked_memory(tmp_path, monkeypatch):
-    groups = [(tmp_path, "memory.max", ""), (tmp_path / "none", "memory.max", "")]
-    monkeypatch.setattr(host_limits, "control_groups", lambda: iter(groups))
-    for text, number in (("max", None), (str(2**63 - 4096), None), ("1048576", 2**20), ("", None)):
-        (tmp_path / "memory.max").write_text(text)
-        assert host_limits.group_bytes() == number
-    for text, cores in (("max 100000", None), ("150000 100000", 1.5), ("", None)):
-        (tmp_path / "cpu.max").write_text(text)
-        assert host_limits.group_cores() == cores
-    for limit, found in ((resource.RLIM_INFINITY, None), (2**16, 2**16)):
-        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, 2**20))
-        assert surroundings.page_locking()["limit_bytes"] == found

@@ -11,28 +11,9 @@ import psutil
 import pytest
 
 from benchmarks import gpu, gpu_report, gpu_rows
-from tiers import nightly
 
 RUNNER = Path(gpu.__file__)
 ROOT = RUNNER.parent.parent
-
-
-# ---- the rehearsal
-
-
-@nightly
-def test_the_probe_is_rehearsed(tmp_path):
-    """In a process of its own. Other parts are run in `tests/sim/test_benchmarks.py`, where the simulated accelerator
-    is there already."""
-    asked = [sys.executable, str(RUNNER), "probe", "--rehearse", "--out", str(tmp_path)]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stdout[-3000:] + (tmp_path / "log.txt").read_text()[-3000:]
-    assert done.stdout.splitlines()[-1] == "nothing failed"
-    rows = gpu_rows.read(tmp_path / "gpu.jsonl")
-    assert {row["how"] for row in gpu_report.of_kind(rows, "part")} == {"ended"}
-    probed = {row["name"]: row for row in gpu_report.of_kind(rows, "probe")}
-    assert probed["page-locking"]["code"] == 0
-    assert {"link_up, bytes/s", "dram, bytes/s", "attention, FLOP/s"} <= probed.keys()
 
 
 # ---- the plan

@@ -71,24 +71,6 @@ def test_figures_are_drawn(tmp_path, monkeypatch, capsys):
     assert "--plot needs the package matplotlib" in refused(capsys, "plan", "X32", "--plot", "a.png")
 
 
-def test_refusals(capsys):
-    """Those of the program's table of refusals (refusal_commands.py) aside."""
-    for given, says in (
-        ([], "a plan needs a model"),
-        (["X32", "--tokens", "0"], "--tokens must be at least 1"),
-        (["X32", "--steps", "0"], "--steps must be from 1 to"),
-        (["X32", "--network", "nan"], "--network must be from"),
-        (["X32", "--days", "nan"], "--days must be a number above 0"),
-        (["X32", "--days", "1", "--gpus", "1"], "not allowed with argument"),
-        (["X32", "--tensor", "3"], "--tensor must divide the 16 heads"),
-        (["X160", "--tensor", "80"], "larger --node-size"),
-        (["X160", "--parallelism", "data", "--tensor", "8"], "--tensor must be left out with --parallelism data"),
-        (["X160", "--parallelism", "none", "--method", "partitioned"], "with --method partitioned (got none)"),
-        (["X160", "--method", "l2l", "--gpus", "1"], "and the state alone"),
-    ):
-        assert says in refused(capsys, "plan", *given)
-
-
 # ---- beside a real run
 
 ROWS, TOKENS = 4, 8

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import transformers as hf
+
+import golden
+import golden_runs
 import soak
 import soak_updates
+from golden_cases import NOT_RECORDED, OPTIONS, Case, cases, quick
+from hf_l2l import L2LConfig, L2LTrainingArguments
 from tiers import times
 
 SETTINGS = {"code": "this one"}
@@ -47,7 +54,7 @@ def test_finished_rows_are_not_run_again_and_rows_that_failed_are(tmp_path, monk
     assert made == [2, 3, 0, 1]
 
 
-def test_programs_are_compared_and_told_of(tmp_path, capsys, monkeypatch):
+def test_programs_are_compared_and_told_of(tmp_path, monkeypatch):
     """A seed always gives the same program."""
     runs = times(1, 3)
     folders = ["--rows", str(tmp_path), "--results", str(tmp_path), "--hardware", "here"]
@@ -55,9 +62,7 @@ def test_programs_are_compared_and_told_of(tmp_path, capsys, monkeypatch):
     rows = [json.loads(line)["row"] for line in (tmp_path / "updates.jsonl").read_text().splitlines()]
     assert [row["seed"] for row in rows] == list(range(runs)) and all("deferred" in row["modes"] for row in rows)
     [file] = tmp_path.glob("soak_updates_here_*.md")
-    text = file.read_text()
-    assert "No run failed." in text and f"make soak PART=updates SOAK_RUNS={runs}" in text
-    assert f"{runs} runs, 0 failed" in capsys.readouterr().out
+    assert "No run failed." in file.read_text()
     trained = soak_updates.trained
 
     def wrong(program: Any, mode: str) -> Any:
@@ -71,3 +76,37 @@ def test_programs_are_compared_and_told_of(tmp_path, capsys, monkeypatch):
     assert "- seed 0: AssertionError" in Path(file).read_text()
     programs = [soak_updates.program_of(seed) for seed in range(60)]
     assert programs == [soak_updates.program_of(seed) for seed in range(60)]
+
+
+# ---- the golden recording finds what it is to find
+
+LLAMA = Case("cpu", "optimizers", "llama", {"update": "deferred"}, optimizer="fused AdamW", groups=True)
+
+
+def test_equal_runs_have_equal_records_and_a_gradient_of_a_millionth_more_is_found(tmp_path, monkeypatch):
+    def larger(model: Any, eps: Any, step: int) -> None:
+        if step == 0:
+            model.model.layers[1].mlp.up_proj.weight.grad.mul_(1 + 2**-20)
+
+    expected, same = ({LLAMA.name: golden_runs.run(LLAMA, tmp_path / name)} for name in "ab")
+    assert golden.differences(expected, same) == []
+    monkeypatch.setattr(golden_runs, "after_backward", larger)
+    first, *_ = found = golden.differences(expected, {LLAMA.name: golden_runs.run(LLAMA, tmp_path / "c")})
+    assert {(each.case, each.section) for each in found} == {(LLAMA.name, "bits")}
+    assert first.what.startswith(("first at step 1 of 5: ", "first at step 2 of 5: "))
+
+
+# ---- cases and their options
+
+
+def test_all_options_are_spelled_in_the_table_and_every_kind_has_a_quick_case():
+    """A new option gets a term and a case, or a reason to have none."""
+    of_transformers = {f.name for f in fields(hf.TrainingArguments)}
+    known = {name.partition(".")[0] for names in OPTIONS.values() for name in names if name}
+    ours = {f.name for f in fields(L2LConfig)} | {f.name for f in fields(L2LTrainingArguments)} - of_transformers
+    assert ours - known == set(NOT_RECORDED) and known <= ours
+    used = {term for case in cases() for term in case.options}
+    assert set(OPTIONS) - used == {"stash folder", "state folder"}, "which each case has of its own"
+    found = quick(cases())
+    assert [case.kind for case in found] == list(dict.fromkeys(case.kind for case in found))
+    assert {case.kind for case in found} == {case.kind for case in cases()}

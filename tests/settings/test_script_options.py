@@ -75,9 +75,7 @@ def test_bad_command_lines_are_refused_in_one_line(tmp_path, monkeypatch, capsys
         # Options are called as they were typed, whoever refuses them.
         *((flags(each), f"--{argument(next(iter(each)))}") for each in TOGETHER[:3]),
         ("--bf16 --cmp bf16", "(got --cmp bf16 and --bf16 True, which is autocast); leave out --bf16"),
-        ("--lr_scheduler_type reduce_lr_on_plateau", "--lr_scheduler_type reduce_lr_on_plateau requires"),
         ("--num_train_epochs many", "invalid float value: 'many'; --help"),
-        ("--max_train_samples 0", "--max_train_samples must be at least 1"),
         ("--compare --push_to_hub", "(got --push_to_hub True)"),
         ("--simulate 8GiB --use_cpu", "(got --simulate and --use_cpu)"),
         ("--evaluate_during_training", "use --eval_strategy steps"),
@@ -85,11 +83,8 @@ def test_bad_command_lines_are_refused_in_one_line(tmp_path, monkeypatch, capsys
         ("--output_dir full.csv/out", "(got full.csv/out: Not a directory)"),
         # Numbers that no training can have.
         ("--learning_rate nan", "at least 0 (got nan)"),
-        ("--num_train_epochs inf", "at least 0 (got inf)"),
         ("--adam_beta2 1", "below 1 (got 1)"),
-        ("--per_device_train_batch_size 0", "at least 1 (got 0)"),
         ("--max_steps -2", "or -1 for none (got -2)"),
-        ("--save_total_limit -1", "at least 1 (got -1)"),
         ("--save_steps 0", "or --save_strategy no"),
     ):
         assert keyword in refused(f"{start} {words}".split(), capsys)
