@@ -46,7 +46,7 @@ RUN = [block for block in PYTHON if block not in MARKED and "from trl import" no
 WHOLE = [block for block in RUN if is_simulated(block) or any(setting in block.code for setting in SHORTER)]
 
 
-def test_links_lead_somewhere_and_every_page_is_in_the_site():
+def test_links_lead_somewhere_and_pages_and_tests_that_are_named_are_there():
     files = [*DOCUMENTS, *RESULTS, *NOTEBOOKS]
     nowhere = {(file.name, link): why_it_leads_nowhere(file, link) for file in files for link in links(file)}
     assert {link: why for link, why in nowhere.items() if why} == {}
@@ -59,7 +59,9 @@ def test_links_lead_somewhere_and_every_page_is_in_the_site():
     ):
         assert why_it_leads_nowhere(DOCS / "speed.md", link) == why
     named = re.findall(r"^ *- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(named) == [file.name for file in PAGES]
+    assert sorted(named) == [file.name for file in PAGES], "of the site"
+    tests = {name for file in DOCUMENTS for name in re.findall(r"`(?:tests/)?(\w+/test_\w+\.py)`", text_of(file))}
+    assert [name for name in tests if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_the_table_of_options_is_what_their_fields_say():
