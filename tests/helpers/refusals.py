@@ -264,12 +264,12 @@ def provoke(case: Case, folder: Path) -> Found:
 
 
 def _places_of(error: BaseException) -> list[tuple[str, int]]:
-    tracebacks = [each.__traceback__ for each in (error, error.__cause__) if each is not None]
-    frames = [[(Path(f.f_code.co_filename), line) for f, line in traceback.walk_tb(each)] for each in tracebacks]
-    # What raises for a warning in the log is in this file.
-    found = [[(file, line) for file, line in each if str(file) != __file__][-1] for each in frames]
-    if not found[0][0].is_relative_to(PACKAGE):
-        raise AssertionError(f"it was {found[0][0]} that raised {error!r}") from error
+    frames = [list(traceback.walk_tb(each.__traceback__)) for each in (error, error.__cause__) if each is not None]
+    own, *causes = [[(Path(frame.f_code.co_filename), line) for frame, line in each] for each in frames]
+    own = [place for place in own if str(place[0]) != __file__]  # where a warning in the log is raised
+    if not own or not own[-1][0].is_relative_to(PACKAGE):
+        raise AssertionError(f"it was another one that raised {error!r}") from error
+    found = [own[-1], *(each[-1] for each in causes)]
     return [(str(file.relative_to(PACKAGE)), line) for file, line in found if file.is_relative_to(PACKAGE)]
 
 
