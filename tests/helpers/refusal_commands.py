@@ -183,6 +183,7 @@ SCRIPT: Rows = {
         "--evaluation_strategy no --eval_strategy no",
         "--warmup_ratio 2",
         "--save_safetensors False",
+        "--fp16_opt_level O2",
     )
 }
 SCRIPT |= {
