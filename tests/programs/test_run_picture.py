@@ -53,6 +53,7 @@ def test_a_trainer_draws_its_run_and_files_say_the_same(tmp_path):
     trainer.save_state()
     figure = trainer.plot(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # for notebooks
     written, parameters = texts(figure), sum(p.numel() for p in trainer.model.parameters())
     assert f"{type(trainer.model).__name__}, {parameters:,} parameters" in written
     assert "device batch of 8 rows, ubatch_size=4; on cpu" in written
