@@ -63,8 +63,8 @@ def test_devices_days_host_memory_and_the_network_bound_the_plans(capsys):
 def test_figures_are_drawn(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    given = ["plan", "X160", "--network", "25", "--parallelism", "3d", "--method", "improved", "--plot"]
-    assert "X160: 1.3 T parameters" in ran(capsys, *given, "figures.png").out
+    given = ["plan", "X50", "--parallelism", "none", "--plot"]
+    assert "X50: " in ran(capsys, *given, "figures.png").out
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
     assert "can be written, with an ending such as .png" in refused(capsys, "plan", "X32", "--plot", "nowhere/a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
