@@ -507,9 +507,9 @@ BESIDE = {
     "accumulation": "merging",
     "hf": "attach checkpoints preparation training_args",
     # Programs, in this process, and what they are made of.
-    "cli": "demo main printed.estimate printed.model_facts",
-    "glue": "compare data messages options own_data.columns own_data.files retired said.ending said.typed scores",
-    "verify": "__main__ cases checks comparisons families family mixed results table tiny.copies tiny.fields",
+    "cli": "demo main printed.model_facts",
+    "glue": "compare data messages options own_data.columns own_data.files retired said.typed scores",
+    "verify": "__main__ cases checks comparisons families family mixed results table tiny.copies",
     # The simulated accelerator's own tests.
     "testing": "sim_backward sim_copies sim_disk sim_host sim_pages sim_race sim_recorder sim_schedule sim_stream "
     "sim_tensor",

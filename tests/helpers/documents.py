@@ -123,9 +123,3 @@ def why_it_leads_nowhere(file: Path, link: str) -> str | None:
     if anchor and target.suffix != ".md":
         return "an anchor in what is no document"
     return f"no heading {anchor!r}" if anchor and anchor not in anchors(target) else None
-
-
-def table_rows(text: str, head: str) -> list[list[str]]:
-    """The rows of the table whose head line begins with `head`, as cells."""
-    lines = f"{text}\n\n"[text.index(head) :].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in iter(lambda: lines.pop(0), "")]

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
-ENVIRONMENT = {"raw_loop.py", "seq2seq.py"}
-"""Those that need nothing but this package; the others need libraries that `make test-clients` has."""
 
 
 def run_example(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, *words: str) -> None:

@@ -50,17 +50,8 @@ ROWS, VOCAB = 8, 60
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCAB}
 
 
-class Faults:
-    """Is called while a case runs. It does nothing: tests plant faults here."""
-
-    def after_backward(self, model: nn.Module, eps: Any, step: int) -> None:
-        """All gradients of the step are there."""
-
-    def after_step(self, model: nn.Module, eps: Any, step: int) -> None:
-        """The optimizer has made its step; updates may be under way."""
-
-    def after_save(self, checkpoint: Path) -> None:
-        """A checkpoint of the Trainer is written."""
+def after_backward(model: nn.Module, eps: Any, step: int) -> None:
+    """All gradients of the step are there: a test plants a fault here."""
 
 
 # ---- models
@@ -236,7 +227,7 @@ def rank() -> int:
 # ---- a loop by hand
 
 
-def loop(case: Case, folder: Path, faults: Faults) -> Record:
+def loop(case: Case, folder: Path) -> Record:
     """Train by hand: several micro-steps a step, clipping, and now and then another use of the model."""
     model = MODELS[case.model]().train()
     options = dict(case.options)
@@ -252,7 +243,7 @@ def loop(case: Case, folder: Path, faults: Faults) -> Record:
     optimizer = eps.wrap(OPTIMIZERS[case.optimizer](groups_of(model, case)))
     with observed(case, record, lambda: eps):
         for step in range(case.steps):
-            record["bits"].append(step_of(case, step, model, eps, optimizer, folder, faults))
+            record["bits"].append(step_of(case, step, model, eps, optimizer, folder))
     detach_l2l(model)
     record["bits"].append({"detached": digest(model.state_dict())})
     return record
@@ -274,9 +265,7 @@ def batch_of(case: Case, number: int, batch_rank: int) -> dict[str, torch.Tensor
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def step_of(
-    case: Case, step: int, model: Any, eps: Any, optimizer: Any, folder: Path, faults: Faults
-) -> dict[str, Any]:
+def step_of(case: Case, step: int, model: Any, eps: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
     """One step of the optimizer. Weights and state are read after every second one only, so that in the others the
     next forward begins while updates are under way."""
     found: dict[str, Any] = {}
@@ -290,7 +279,7 @@ def step_of(
             found[f"loss {turn + 1}"] = loss.item().hex()
             factor = float("inf") if case.uses == "inf" and step == 1 and is_last else 1.0
             (loss * (factor / case.micro_steps)).backward()
-    faults.after_backward(model, eps, step)
+    after_backward(model, eps, step)
     if case.options.get("stash") == "disk":
         found["files of the stash"] = len(list(folder.iterdir()))
     reads = step % 2 == 1
@@ -302,7 +291,6 @@ def step_of(
     optimizer.zero_grad()
     if eps.loss_scale is not None:
         found |= {"loss scale": eps.loss_scale.value, "skipped": eps.loss_scale.skipped}
-    faults.after_step(model, eps, step)
     if reads:
         found["weights"] = digest(model.state_dict())
         found["state"] = digest(optimizer.state_dict()["state"])
@@ -330,7 +318,7 @@ def data_of(case: Case, count: int = 24) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row[0] % 2 if is_class else row.clone()} for row in ids]
 
 
-def trainer_of(case: Case, folder: Path, faults: Faults) -> Any:
+def trainer_of(case: Case, folder: Path) -> Any:
     """A trainer that saves after every second step, evaluates if the case says when, and logs each step."""
     terms = dict(case.options)
     for term in ("state", "stash"):
@@ -363,10 +351,6 @@ def trainer_of(case: Case, folder: Path, faults: Faults) -> Any:
     else:
         args = L2LTrainingArguments(**arguments)
 
-    class Saved(hf.TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            faults.after_save(folder / f"checkpoint-{state.global_step}")
-
     def metrics(predicted: Any) -> dict[str, float]:
         tokens = predicted.predictions
         return {"tokens": float(numpy.where(tokens >= 0, tokens, 0).sum())}
@@ -377,16 +361,15 @@ def trainer_of(case: Case, folder: Path, faults: Faults) -> Any:
         args=args,
         train_dataset=data_of(case),
         eval_dataset=data_of(case, 10),
-        callbacks=[Saved()],
         compute_metrics=counts,
     )
 
 
-def trainer(case: Case, folder: Path, faults: Faults) -> Record:
+def trainer(case: Case, folder: Path) -> Record:
     """Train by the Trainer, go on from its first checkpoint with a fresh model, and use what was trained."""
     record: Record = {"logs": [], "bits": []}
     whole = folder / "whole"
-    made = trainer_of(case, whole, faults)
+    made = trainer_of(case, whole)
     with observed(case, record, lambda: made.eps):
         made.train()
     record["logs"] += logged(made.state.log_history, "whole")
@@ -396,7 +379,7 @@ def trainer(case: Case, folder: Path, faults: Faults) -> Record:
     first = whole / "checkpoint-2"
     if "save_total_limit" not in case.arguments:
         seed()
-        resumed = trainer_of(case, folder / "resumed", Faults())
+        resumed = trainer_of(case, folder / "resumed")
         resumed.train(resume_from_checkpoint=str(first))
         record["logs"] += logged(resumed.state.log_history, "resumed")
         record["bits"].append(results(case, resumed))
@@ -424,7 +407,7 @@ def logged(history: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
 # ---- run_glue_l2l.py
 
 
-def script(case: Case, folder: Path, faults: Faults) -> Record:
+def script(case: Case, folder: Path) -> Record:
     """Fine-tune and evaluate by the script, on files of a few rows."""
     from glue_script import ROWS as SENTENCES
     from glue_script import command, make_tiny_model, run_glue_l2l, write
@@ -525,10 +508,10 @@ def fields_of(file: Path, case: Case) -> dict[str, Any]:
 # ---- all of it
 
 
-RUNS: dict[str, Callable[[Case, Path, Faults], Record]] = {"loop": loop, "trainer": trainer, "script": script}
+RUNS: dict[str, Callable[[Case, Path], Record]] = {"loop": loop, "trainer": trainer, "script": script}
 
 
-def run(case: Case, folder: Path, faults: Faults | None = None) -> Record:
+def run(case: Case, folder: Path) -> Record:
     """Run a case in an empty folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
@@ -539,7 +522,7 @@ def run(case: Case, folder: Path, faults: Faults | None = None) -> Record:
     seed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        record = RUNS[case.run](case, folder, faults or Faults())
+        record = RUNS[case.run](case, folder)
     if not distributed.is_initialized():
         PartialState._reset_state()
     return {"keeps": sorted(record), **record}

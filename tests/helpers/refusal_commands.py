@@ -14,11 +14,12 @@ from cli_models import LLAMA, written
 from hf_l2l import L2LConfig, estimate
 from hf_l2l.cli.main import COMMANDS, make_parser
 from hf_l2l.probe.figures import HardwareFigures
-from refusals import Act, Case, Prepare, Scene
+from refusals import Act, Prepare, Rows, Scene, row
 
 FIGURES = HardwareFigures("a GPU", 2**30, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11}, True, 1e11)
 OF_A_CPU = {name: None for name in ("link_up", "link_down", "link_up_both", "link_down_both")}
 CSV = "sentence,label\na,0\nb,1\n"
+TRAIN = "--do_train --train_file train.csv"
 
 
 # ---- hf-l2l
@@ -37,51 +38,50 @@ def _ran(words: str, figures: Mapping[str, Any] | None = None, model: str = "./m
 
 
 _SIZES = "--layers 2 --hidden 64 --vocab 1e3"
-_OF_PROGRAM = [
-    "estimate MODEL --per_device_train_batch_size 0",
-    "estimate MODEL --tokens 0",
-    "estimate MODEL --devices 0",
-    "estimate MODEL --hosts 2 --network 0",
-    "estimate MODEL --hosts 2 --network 100",
-    "estimate MODEL --ranks 4 --l2l_resident all",
-    "estimate MODEL --ranks 4 --devices 2 --l2l_reduce device",
-    "estimate MODEL --optim adamw",
-    "estimate MODEL --params 1e9",
-    f"estimate --params 0 {_SIZES}",
-    f"estimate --params 1e3 {_SIZES}",
-    "estimate MODEL --device-type foo",
-    "estimate MODEL --device-type cpu",
-    "estimate MODEL --budget 8",
-    "estimate MODEL --budget 8GiB",
-    "estimate MODEL --figures machine.json --probe",
-    "estimate MODEL --figures nowhere.json",
-    "estimate MODEL --figures machine.json --cmp fp16",
-    "estimate MODEL --figures machine.json",
-    "plan X7",
-    "plan X160 --hardware a1000",
-    "plan X160 --gpus 8 --pipeline 16",
-    "plan X160 --pipeline 7",
-    "plan X160 --gpus 1 --host-memory 64GiB",
-    "plan X160 --node-size 0",
-    "plan X160 --days inf",
-    "plan X160 --method l2l --parallelism 3d",
-    "plan X160 --measured machine.json",
-    "plan X160 --measured machine.json --batch 8",
-    "plan X160 --measured nowhere.json --batch 8",
-    "env --device cuda",
-    "inspect MODEL --class Nothing",
-    "inspect ./nowhere",
-]
-_APART = {
-    "estimate MODEL --figures machine.json": Case(
-        "`hf-l2l estimate MODEL --figures machine.json`, of a machine without an accelerator",
-        _ran("estimate MODEL --figures machine.json", figures=OF_A_CPU),
-    ),
-    "inspect MODEL --class Nothing": Case(
-        "`hf-l2l inspect MODEL --class Nothing`", _ran("inspect MODEL --class Nothing"), varies=r"5\.\d+\.\d+"
-    ),
+
+
+PROGRAM: Rows = {
+    f"`hf-l2l {words}`": _ran(words)
+    for words in (
+        "estimate MODEL --per_device_train_batch_size 0",
+        "estimate MODEL --tokens 0",
+        "estimate MODEL --devices 0",
+        "estimate MODEL --hosts 2 --network 0",
+        "estimate MODEL --hosts 2 --network 100",
+        "estimate MODEL --ranks 4 --l2l_resident all",
+        "estimate MODEL --ranks 4 --devices 2 --l2l_reduce device",
+        "estimate MODEL --optim adamw",
+        "estimate MODEL --params 1e9",
+        f"estimate --params 0 {_SIZES}",
+        f"estimate --params 1e3 {_SIZES}",
+        "estimate MODEL --device-type foo",
+        "estimate MODEL --device-type cpu",
+        "estimate MODEL --budget 8",
+        "estimate MODEL --budget 8GiB",
+        "estimate MODEL --figures machine.json --probe",
+        "estimate MODEL --figures nowhere.json",
+        "estimate MODEL --figures machine.json --cmp fp16",
+        "plan X7",
+        "plan X160 --hardware a1000",
+        "plan X160 --gpus 8 --pipeline 16",
+        "plan X160 --pipeline 7",
+        "plan X160 --gpus 1 --host-memory 64GiB",
+        "plan X160 --node-size 0",
+        "plan X160 --days inf",
+        "plan X160 --method l2l --parallelism 3d",
+        "plan X160 --measured machine.json",
+        "plan X160 --measured machine.json --batch 8",
+        "plan X160 --measured nowhere.json --batch 8",
+        "env --device cuda",
+        "inspect ./nowhere",
+    )
 }
-PROGRAM = [_APART.get(words, Case(f"`hf-l2l {words}`", _ran(words))) for words in _OF_PROGRAM]
+PROGRAM |= {
+    "`hf-l2l estimate MODEL --figures machine.json`, of a machine without an accelerator": _ran(
+        "estimate MODEL --figures machine.json", figures=OF_A_CPU
+    ),
+    "`hf-l2l inspect MODEL --class Nothing`": row(_ran("inspect MODEL --class Nothing"), varies=r"5\.\d+\.\d+"),
+}
 
 
 # ---- estimate
@@ -96,10 +96,6 @@ def _estimated(*more: Any, **options: Any) -> Prepare:
     return prepare
 
 
-def _of_estimate(typed: str, *more: Any, kind: type[BaseException] = ValueError, **options: Any) -> Case:
-    return Case(f"`estimate(model, {typed})`", _estimated(*more, **options), kind=kind)
-
-
 def _made_in_steps(scene: Scene) -> Any:
     args = scene.arguments(use_cpu=True)
     scene.patch.setattr("transformers.Trainer.get_optimizer_cls_and_kwargs", lambda *_: (lambda *_: None, {}))
@@ -111,16 +107,18 @@ def _with_a_budget(scene: Scene) -> Any:
 
 
 _BUDGET = L2LConfig(device_memory_budget="8GiB")
-ESTIMATE = [
-    _of_estimate("rows=2, inputs=batch", rows=2, inputs={"input_ids": torch.ones(2, 4)}),
-    _of_estimate("tokens=8", tokens=8),
-    _of_estimate("host_memory=2**36", host_memory=2**36),
-    _of_estimate("rows=0", rows=0),
-    _of_estimate("'serial'", "serial"),
-    _of_estimate("L2LConfig(device_memory_budget='8GiB')", _BUDGET),
-    Case("`estimate(model, args)`, with an optimizer that is made in steps of its own", _estimated(_made_in_steps)),
-]
-ESTIMATE_WARNINGS = [Case("`estimate(model, args)`, with a `device_memory_budget`", _estimated(_with_a_budget))]
+
+
+ESTIMATE: Rows = {
+    "`estimate(model, rows=2, inputs=batch)`": _estimated(rows=2, inputs={"input_ids": torch.ones(2, 4)}),
+    "`estimate(model, tokens=8)`": _estimated(tokens=8),
+    "`estimate(model, host_memory=2**36)`": _estimated(host_memory=2**36),
+    "`estimate(model, rows=0)`": _estimated(rows=0),
+    "`estimate(model, 'serial')`": _estimated("serial"),
+    "`estimate(model, L2LConfig(device_memory_budget='8GiB'))`": _estimated(_BUDGET),
+    "`estimate(model, args)`, with an optimizer that is made in steps of its own": _estimated(_made_in_steps),
+}
+ESTIMATE_WARNINGS: Rows = {"`estimate(model, args)`, with a `device_memory_budget`": _estimated(_with_a_budget)}
 
 
 # ---- run_glue_l2l.py
@@ -138,6 +136,10 @@ def _parsed(words: str, files: Mapping[str, str] | None = None, needed: bool = T
     return prepare
 
 
+def _of_file(text: str) -> Prepare:
+    return _parsed("options.json", files={"options.json": text}, needed=False)
+
+
 def _no_whole_checkpoint(scene: Scene) -> Act:
     (scene.folder / "out" / "checkpoint-4").mkdir(parents=True)
     return _parsed(f"{TRAIN} --resume_from_checkpoint True")(scene)
@@ -148,58 +150,54 @@ def _logging_dir(scene: Scene) -> Act:
     return _parsed("--logging_dir logs")(scene)
 
 
-def _of_script(words: str, **more: Any) -> Case:
-    return Case(f"`run_glue_l2l.py {words}`", _parsed(words, **more))
-
-
-def _of_file(typed: str, text: str) -> Case:
-    return Case(
-        f"`run_glue_l2l.py options.json`, with `{typed}`",
-        _parsed("options.json", files={"options.json": text}, needed=False),
+SCRIPT: Rows = {
+    f"`run_glue_l2l.py {words}`": _parsed(words)
+    for words in (
+        "--do_trian",
+        "--train_file train.csv",
+        "--do_train",
+        "--do_train --task_name mrpc --dataset_name imdb",
+        "--do_train --dataset_config_name plain --train_file train.csv",
+        "--do_train --task_name mprc",
+        "--do_train --task_name mrpc --label_column verdict",
+        "--do_eval --validation_file train.csv",
+        f"{TRAIN} --do_eval",
+        f"{TRAIN} --do_predict",
+        f"{TRAIN} --test_file train.csv",
+        "--do_train --train_file rows.tsv",
+        "--do_train --train_file nowhere.csv",
+        "--do_train --train_file empty.csv",
+        f"{TRAIN} --do_eval --validation_file dev.json",
+        f"{TRAIN} --text_columns a,b,c",
+        f"{TRAIN} --learning_rate -1",
+        f"{TRAIN} --max_steps 0",
+        f"{TRAIN} --max_grad_norm -1",
+        f"{TRAIN} --eval_strategy steps --eval_steps -1",
+        "--simulate 8GiB",
+        "--compare",
+        "--compare --do_train --trainer hf",
+        f"{TRAIN} --resume_from_checkpoint True",
+        f"{TRAIN} --resume_from_checkpoint nowhere",
+        f"{TRAIN} --output_dir train.csv",
+        f"{TRAIN} --output_dir=",
+        "--evaluation_strategy no --eval_strategy no",
+        "--warmup_ratio 2",
+        "--save_safetensors False",
+        "--fp16_opt_level O2",
     )
-
-
-TRAIN = "--do_train --train_file train.csv"
-SCRIPT = [
-    _of_script("--do_trian"),
-    _of_file("[1, 2]", "[1, 2]"),
-    _of_script("--train_file train.csv"),
-    _of_script("--do_train"),
-    _of_script("--do_train --task_name mrpc --dataset_name imdb"),
-    _of_script("--do_train --dataset_config_name plain --train_file train.csv"),
-    _of_script("--do_train --task_name mprc"),
-    _of_script("--do_train --task_name mrpc --label_column verdict"),
-    _of_script("--do_eval --validation_file train.csv"),
-    _of_script(f"{TRAIN} --do_eval"),
-    _of_script(f"{TRAIN} --do_predict"),
-    _of_script(f"{TRAIN} --test_file train.csv"),
-    _of_script("--do_train --train_file rows.tsv"),
-    _of_script("--do_train --train_file nowhere.csv"),
-    _of_script("--do_train --train_file empty.csv"),
-    _of_script(f"{TRAIN} --do_eval --validation_file dev.json"),
-    _of_script("--do_train --train_file rows.csv", files={"rows.csv": "sentence;label\na;0\n"}),
-    _of_script(f"{TRAIN} --text_columns a,b,c"),
-    _of_script(f"{TRAIN} --learning_rate -1"),
-    _of_script(f"{TRAIN} --max_steps 0"),
-    _of_script(f"{TRAIN} --max_grad_norm -1"),
-    _of_script(f"{TRAIN} --eval_strategy steps --eval_steps -1"),
-    _of_file('{"trainer": ["hf"]}', '{"trainer": ["hf"], "model_name_or_path": "model", "output_dir": "out"}'),
-    _of_script("--simulate 8GiB"),
-    _of_script("--compare"),
-    _of_script("--compare --do_train --trainer hf"),
-    _of_script(f"{TRAIN} --resume_from_checkpoint True"),
-    _of_script(f"{TRAIN} --resume_from_checkpoint nowhere"),
-    Case("`--resume_from_checkpoint True`, where no checkpoint is whole", _no_whole_checkpoint),
-    _of_script(f"{TRAIN} --output_dir train.csv"),
-    _of_script(f"{TRAIN} --output_dir="),
-    _of_script("--evaluation_strategy no --eval_strategy no"),
-    _of_script("--warmup_ratio 2"),
-    _of_script("--save_safetensors False"),
-    _of_script("--fp16_opt_level O2"),
-]
-SCRIPT_WARNINGS = [
-    _of_script(f"--evaluation_strategy no {TRAIN}"),
-    Case("`run_glue_l2l.py --logging_dir logs`", _logging_dir),
-    _of_script("--overwrite_output_dir"),
-    _of_script("--trainer hf --stash host"),
-]
+}
+SCRIPT |= {
+    "`run_glue_l2l.py --do_train --train_file rows.csv`": _parsed(
+        "--do_train --train_file rows.csv", files={"rows.csv": "sentence;label\na;0\n"}
+    ),
+    "`run_glue_l2l.py options.json`, with `[1, 2]`": _of_file("[1, 2]"),
+    '`run_glue_l2l.py options.json`, with `{"trainer": ["hf"]}`': _of_file(
+        '{"trainer": ["hf"], "model_name_or_path": "model", "output_dir": "out"}'
+    ),
+    "`--resume_from_checkpoint True`, where no checkpoint is whole": _no_whole_checkpoint,
+}
+SCRIPT_WARNINGS: Rows = {
+    f"`run_glue_l2l.py {words}`": _parsed(words)
+    for words in (f"--evaluation_strategy no {TRAIN}", "--overwrite_output_dir", "--trainer hf --stash host")
+}
+SCRIPT_WARNINGS["`run_glue_l2l.py --logging_dir logs`"] = _logging_dir

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from budgeted import FIGURES
 from hf_l2l import L2LConfig, Lamb, attach_l2l, copy_as
 from hf_l2l.runtime import stream
 from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit
-from refusals import Act, Case, Change, Prepare, Scene, attached, counts, gives, trainer, used, variable
+from refusals import Act, Change, Prepare, Rows, Scene, attached, counts, gives, row, trainer, used, variable
 from toy_quantized import ToyInt8, quantized
 from training import rows, tiny_bert
 
@@ -30,12 +29,6 @@ def batch() -> dict[str, torch.Tensor]:
     """One batch of `rows`."""
     some = rows(8)
     return {name: torch.tensor([row[name] for row in some]) for name in some[0]}
-
-
-def _with(**options: Any) -> Case:
-    """A model as it is, attached with these options."""
-    typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return Case(f"`attach_l2l(model, L2LConfig({typed}))`", attached(**options))
 
 
 # ---- models
@@ -107,53 +100,44 @@ def _config_of_another_kind(scene: Scene) -> Act:
     return partial(attach_l2l, scene.model(), {"stash": "host"})
 
 
-MODELS = [
-    Case("`from_pretrained(name, device_map='auto')`", attached(_placed)),
-    Case("a model made inside `torch.device('meta')`", attached(lambda scene, model: model.to("meta"))),
-    Case(
-        "`fully_shard(model)`, or `tp_plan='auto'`", attached(_weight(lambda weight: _named("DTensor", weight.data)))
+MODELS: Rows = {
+    "`from_pretrained(name, device_map='auto')`": attached(_placed),
+    "a model made inside `torch.device('meta')`": attached(lambda scene, model: model.to("meta")),
+    "`fully_shard(model)`, or `tp_plan='auto'`": attached(_weight(lambda weight: _named("DTensor", weight.data))),
+    "`FullyShardedDataParallel(model)`": attached(
+        lambda scene, model: type("FullyShardedDataParallel", (nn.Sequential,), {})(model)
     ),
-    Case(
-        "`FullyShardedDataParallel(model)`",
-        attached(lambda scene, model: type("FullyShardedDataParallel", (nn.Sequential,), {})(model)),
+    "`DataParallel(model)`": attached(lambda scene, model: nn.DataParallel(model)),
+    "`torch.compile(model)`": attached(lambda scene, model: torch.compile(model, backend="eager")),
+    "`accelerate.cpu_offload(model)`": attached(_hooked),
+    "a model that shares layers with one that is attached": attached(_sharing),
+    "a quantized model whose weights require gradients": attached(
+        _weight(lambda weight: quantized(weight).requires_grad_())
     ),
-    Case("`DataParallel(model)`", attached(lambda scene, model: nn.DataParallel(model))),
-    Case("`torch.compile(model)`", attached(lambda scene, model: torch.compile(model, backend="eager"))),
-    Case("`accelerate.cpu_offload(model)`", attached(_hooked)),
-    Case("a model that shares layers with one that is attached", attached(_sharing)),
-    Case(
-        "a quantized model whose weights require gradients",
-        attached(_weight(lambda weight: quantized(weight).requires_grad_())),
+    "`BitsAndBytesConfig(load_in_8bit=True)`": attached(
+        _weight(lambda weight: _named("Int8Params", weight.to(torch.int8), requires_grad=False))
     ),
-    Case(
-        "`BitsAndBytesConfig(load_in_8bit=True)`",
-        attached(_weight(lambda weight: _named("Int8Params", weight.to(torch.int8), requires_grad=False))),
+    "a quantized model without quantized parameters, as of AWQ": attached(_quantized_elsewhere),
+    "a quantized model whose library has no kernel for the device": attached(_weight(_untrainable)),
+    "Reformer on an accelerator": attached(_reformer, device="sim"),
+    "a model without a stack of layers": attached(lambda scene, model: nn.Linear(16, 16)),
+    "`attach_l2l(model, L2LConfig(layer_classes=('BertLayers',)))`": row(
+        attached(layer_classes=("BertLayers",)), varies="BertAttention.*"
     ),
-    Case("a quantized model without quantized parameters, as of AWQ", attached(_quantized_elsewhere)),
-    Case("a quantized model whose library has no kernel for the device", attached(_weight(_untrainable))),
-    Case("Reformer on an accelerator", attached(_reformer, device="sim")),
-    Case("a model without a stack of layers", attached(lambda scene, model: nn.Linear(16, 16))),
-    replace(_with(layer_classes=("BertLayers",)), varies="BertAttention.*"),
-    _with(resident_layers=9),
-    Case("`attach_l2l(model, {'stash': 'host'})`", _config_of_another_kind),
-    Case("`attach_l2l(model, other_config)`, on an attached model", attached(_attached_before)),
-    Case("`model.bert.encoder.layer.append(...)`, on an attached model", used(_another_layer)),
-    Case("`model.half()`, on an attached model", used(lambda model, eps: partial(model.to, torch.float16))),
-    Case("`model.to('meta')`, on an attached model", used(lambda model, eps: partial(model.to, "meta"))),
-    Case(
-        "`torchrun --nproc_per_node 4`, without a process group, and `attach_l2l`",
-        attached(variable("WORLD_SIZE", "4")),
+    "`attach_l2l(model, L2LConfig(resident_layers=9))`": attached(resident_layers=9),
+    "`attach_l2l(model, {'stash': 'host'})`": _config_of_another_kind,
+    "`attach_l2l(model, other_config)`, on an attached model": attached(_attached_before),
+    "`model.bert.encoder.layer.append(...)`, on an attached model": used(_another_layer),
+    "`model.half()`, on an attached model": used(lambda model, eps: partial(model.to, torch.float16)),
+    "`model.to('meta')`, on an attached model": used(lambda model, eps: partial(model.to, "meta")),
+    "`torchrun --nproc_per_node 4`, without a process group, and `attach_l2l`": attached(variable("WORLD_SIZE", "4")),
+    "`torchrun --nproc_per_node 4`, and `attach_l2l(model, L2LConfig(resident='shell'))`": attached(
+        gives("torch.distributed.is_initialized", True),
+        gives("torch.distributed.get_world_size", 4),
+        resident="shell",
+        device="sim",
     ),
-    Case(
-        "`torchrun --nproc_per_node 4`, and `attach_l2l(model, L2LConfig(resident='shell'))`",
-        attached(
-            gives("torch.distributed.is_initialized", True),
-            gives("torch.distributed.get_world_size", 4),
-            resident="shell",
-            device="sim",
-        ),
-    ),
-]
+}
 
 
 # ---- devices and memory
@@ -228,78 +212,61 @@ _LACKS_BF16 = gives("hf_l2l.model.precision.stream.device_module", SimpleNamespa
 _FREE = "hf_l2l.runtime.stream.memory_free"
 _FOLDER = "'/[^']*'"
 _AVAILABLE = "hf_l2l.memory.host_limits.available_host_bytes"
-DEVICES = [
-    _with(device="sim:9"),
-    _with(device=["sim:0", "cpu"]),
-    _with(device=["sim:0", "sim:0"]),
-    _with(device=[]),
-    Case("`l2l_devices='2'`, where one is visible", trainer(_visible(1), use_cpu=False, l2l_devices="2")),
-    Case(
-        "`l2l_devices='2'`, with `torchrun --nproc_per_node 2`",
-        trainer(_visible(2), counts("world_size", 2), use_cpu=False, l2l_devices="2"),
+DEVICES: Rows = {
+    "`attach_l2l(model, L2LConfig(device='sim:9'))`": attached(device="sim:9"),
+    "`attach_l2l(model, L2LConfig(device=['sim:0', 'cpu']))`": attached(device=["sim:0", "cpu"]),
+    "`attach_l2l(model, L2LConfig(device=['sim:0', 'sim:0']))`": attached(device=["sim:0", "sim:0"]),
+    "`attach_l2l(model, L2LConfig(device=[]))`": attached(device=[]),
+    "`l2l_devices='2'`, where one is visible": trainer(_visible(1), use_cpu=False, l2l_devices="2"),
+    "`l2l_devices='2'`, with `torchrun --nproc_per_node 2`": trainer(
+        _visible(2), counts("world_size", 2), use_cpu=False, l2l_devices="2"
     ),
-    Case("`l2l_devices='1,0'`", trainer(_visible(2), use_cpu=False, l2l_devices="1,0")),
-    _with(device="meta"),
-    Case("a device whose torch module has no `get_rng_state`", attached(_no_generator, device="sim")),
-    Case("`cmp='bf16'`, on a device that only emulates it", attached(_LACKS_BF16, cmp="bf16")),
-    Case(
-        "`cmp='auto', eps_update='eager'`, on a device without bf16",
-        attached(_LACKS_BF16, cmp="auto", eps_update="eager"),
+    "`l2l_devices='1,0'`": trainer(_visible(2), use_cpu=False, l2l_devices="1,0"),
+    "`attach_l2l(model, L2LConfig(device='meta'))`": attached(device="meta"),
+    "a device whose torch module has no `get_rng_state`": attached(_no_generator, device="sim"),
+    "`cmp='bf16'`, on a device that only emulates it": attached(_LACKS_BF16, cmp="bf16"),
+    "`cmp='auto', eps_update='eager'`, on a device without bf16": attached(
+        _LACKS_BF16, cmp="auto", eps_update="eager"
     ),
-    Case("`cmp='bf16'`, on a model in 16 bits, with weak references to it", attached(_short, _held, cmp="bf16")),
-    Case("`stash='disk', spill_dir='nowhere'`", attached(device="sim", stash="disk", spill_dir="nowhere")),
-    Case("`state_tier='disk', state_dir='nowhere'`", attached(state_tier="disk", state_dir="nowhere")),
-    Case(
-        "`state_tier='disk'`, on Windows",
-        attached(gives("hf_l2l.state_tier.server.can_map", False), state_tier="disk"),
-        varies=_FOLDER,
+    "`cmp='bf16'`, on a model in 16 bits, with weak references to it": attached(_short, _held, cmp="bf16"),
+    "`stash='disk', spill_dir='nowhere'`": attached(device="sim", stash="disk", spill_dir="nowhere"),
+    "`state_tier='disk', state_dir='nowhere'`": attached(state_tier="disk", state_dir="nowhere"),
+    "`state_tier='disk'`, on Windows": row(
+        attached(gives("hf_l2l.state_tier.server.can_map", False), state_tier="disk"), varies=_FOLDER
     ),
-    Case(
-        "`state_tier='disk'`, on a full disk",
-        attached(gives("shutil.disk_usage", SimpleNamespace(free=0)), state_tier="disk"),
-        varies=_FOLDER,
+    "`state_tier='disk'`, on a full disk": row(
+        attached(gives("shutil.disk_usage", SimpleNamespace(free=0)), state_tier="disk"), varies=_FOLDER
     ),
-    Case(
-        "`state_tier='disk'`, with `torchrun --nproc_per_node 2`",
-        attached(gives("hf_l2l.state_tier.server.launched_processes", 2), state_tier="disk"),
+    "`state_tier='disk'`, with `torchrun --nproc_per_node 2`": attached(
+        gives("hf_l2l.state_tier.server.launched_processes", 2), state_tier="disk"
     ),
-    Case(
-        "`stash='disk'`, on Windows",
-        attached(gives("hf_l2l.stash.spill.can_spill", False), device="sim", stash="disk"),
+    "`stash='disk'`, on Windows": attached(gives("hf_l2l.stash.spill.can_spill", False), device="sim", stash="disk"),
+    "`resident='shell'`, with weak references to parameters": attached(_held, device="sim", resident="shell"),
+    "`resident='shell'`, with a gradient hook": attached(_gradient_hook, device="sim", resident="shell"),
+    "`resident_layers=1`, of a weight that two layers share": attached(
+        _in_two_layers, device="sim", resident_layers=1
     ),
-    Case("`resident='shell'`, with weak references to parameters", attached(_held, device="sim", resident="shell")),
-    Case("`resident='shell'`, with a gradient hook", attached(_gradient_hook, device="sim", resident="shell")),
-    Case(
-        "`resident_layers=1`, of a weight that two layers share",
-        attached(_in_two_layers, device="sim", resident_layers=1),
+    "`resident='shell'`, after a forward whose graph is still there": row(
+        attached(_saved_by_a_graph, device="sim", resident="shell"), is_early=False
     ),
-    Case(
-        "`resident='shell'`, after a forward whose graph is still there",
-        attached(_saved_by_a_graph, device="sim", resident="shell"),
-        is_early=False,  # torch refuses the move of the parameter itself; those before it move back
+    "`resident_layers=1`, and a device parameter put into another layer": used(
+        _misplaced, device="sim", resident_layers=1
     ),
-    Case(
-        "`resident_layers=1`, and a device parameter put into another layer",
-        used(_misplaced, device="sim", resident_layers=1),
-    ),
-    Case(
-        "a host without memory for training",
+    "a host without memory for training": row(
         trainer(gives(_AVAILABLE, 0), gives("hf_l2l.memory.host_limits.own_bytes", 0), runs=True),
         is_early=False,
         varies=r"[\d.]+ KiB|\d bytes",
         kind=MemoryError,
     ),
-    Case(
-        "`attach_l2l(model, L2LConfig(device_memory_budget='1GiB'))`",
-        attached(_with_figures, device="sim", device_memory_budget="1GiB"),
+    "`attach_l2l(model, L2LConfig(device_memory_budget='1GiB'))`": attached(
+        _with_figures, device="sim", device_memory_budget="1GiB"
     ),
-    Case("`device_memory_budget='1KiB'`", _budget("1KiB", _unmeasured), varies=r"\d+KiB"),
-    Case("`device_memory_budget='1GiB'`, of which less is free", _budget("1GiB", _with_figures, gives(_FREE, 2**20))),
-    Case(
-        "`device_memory_budget='1GiB', label_smoothing_factor=0.1`",
-        trainer(runs=True, use_cpu=False, device_memory_budget="1GiB", label_smoothing_factor=0.1),
+    "`device_memory_budget='1KiB'`": row(_budget("1KiB", _unmeasured), varies=r"\d+KiB"),
+    "`device_memory_budget='1GiB'`, of which less is free": _budget("1GiB", _with_figures, gives(_FREE, 2**20)),
+    "`device_memory_budget='1GiB', label_smoothing_factor=0.1`": trainer(
+        runs=True, use_cpu=False, device_memory_budget="1GiB", label_smoothing_factor=0.1
     ),
-]
+}
 
 
 # ---- optimizers
@@ -337,49 +304,29 @@ def _closure(model: Any, eps: Any) -> Act:
     return partial(eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1)).step, lambda: None)
 
 
-def _lamb(kind: type[BaseException] = ValueError, **options: Any) -> Case:
-    typed = ", ".join(f"{name}={value}" for name, value in options.items())
-    return Case(
-        f"`Lamb(parameters, {typed})`", lambda scene: partial(Lamb, scene.model().parameters(), **options), kind=kind
-    )
-
-
-OPTIMIZERS = [
-    Case("`torch.optim.LBFGS(parameters)`", _wrapped(torch.optim.LBFGS)),
-    Case(
-        "`AdamW(other_model.parameters())`", _wrapped(lambda parameters: torch.optim.AdamW(tiny_bert().parameters()))
+OPTIMIZERS: Rows = {
+    "`torch.optim.LBFGS(parameters)`": _wrapped(torch.optim.LBFGS),
+    "`AdamW(other_model.parameters())`": _wrapped(lambda parameters: torch.optim.AdamW(tiny_bert().parameters())),
+    "`cmp='bf16'`, and weights of 16 bits thawed after attaching": used(_thawed, _half_frozen, cmp="bf16"),
+    "`parameter.register_hook(...)`": used(_hooked_later),
+    "`eps_update='eager'`, `MyOptimizer(parameters)`": _wrapped(eps_update="eager"),
+    "`grad_dtype='16bit'`, `MyOptimizer(parameters)`": _wrapped(grad_dtype="16bit"),
+    "`state_tier='disk'`, `MyOptimizer(parameters)`": _wrapped(state_tier="disk"),
+    "`resident='shell'`, `MyOptimizer(parameters)`": _wrapped(device="sim", resident="shell"),
+    "`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`": used(
+        lambda model, eps: partial(eps.clip_grad_norm_, 1.0), eps_update="eager"
     ),
-    Case("`cmp='bf16'`, and weights of 16 bits thawed after attaching", used(_thawed, _half_frozen, cmp="bf16")),
-    Case("`parameter.register_hook(...)`", used(_hooked_later)),
-    Case("`eps_update='eager'`, `MyOptimizer(parameters)`", _wrapped(eps_update="eager")),
-    Case("`grad_dtype='16bit'`, `MyOptimizer(parameters)`", _wrapped(grad_dtype="16bit")),
-    Case("`state_tier='disk'`, `MyOptimizer(parameters)`", _wrapped(state_tier="disk")),
-    Case("`resident='shell'`, `MyOptimizer(parameters)`", _wrapped(device="sim", resident="shell")),
-    Case(
-        "`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`",
-        used(lambda model, eps: partial(eps.clip_grad_norm_, 1.0), eps_update="eager"),
+    "`grad_dtype='16bit'`, `optimizer.step(closure)`": used(_closure, grad_dtype="16bit"),
+    "`copy_as(model, torch.float32)`": lambda scene: partial(copy_as, scene.model(), torch.float32),
+    "`Lamb(parameters, lr=-1.0)`": lambda scene: partial(Lamb, scene.model().parameters(), lr=-1.0),
+    "`Lamb(parameters, betas=(0.9, 1.0))`": lambda scene: partial(Lamb, scene.model().parameters(), betas=(0.9, 1.0)),
+    "`Lamb(parameters, lr=tensor([1., 1.]))`": lambda scene: partial(
+        Lamb, scene.model().parameters(), lr=torch.ones(2)
     ),
-    Case("`grad_dtype='16bit'`, `optimizer.step(closure)`", used(_closure, grad_dtype="16bit")),
-    Case("`copy_as(model, torch.float32)`", lambda scene: partial(copy_as, scene.model(), torch.float32)),
-    _lamb(lr=-1.0),
-    _lamb(betas=(0.9, 1.0)),
-    _lamb(lr=torch.ones(2)),
-]
+}
 
 
 # ---- warnings
-
-
-class Normalized(nn.Module):
-    """A layer that normalizes over the rows of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Normalize `x`, of shape [rows, 16]."""
-        return self.norm(x)
 
 
 class Counting(nn.Module):
@@ -396,12 +343,12 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def _called_with_rows(layer: type[nn.Module], **options: Any) -> Prepare:
+def _called_with_rows(layer: Callable[[], nn.Module], **options: Any) -> Prepare:
     """A stack of two such layers, in training."""
     return used(
         lambda model, eps: partial(model, torch.ones(4, 16, requires_grad=True)),
         lambda scene, model: nn.Sequential(layer(), layer()),
-        layer_classes=(layer.__name__,),
+        layer_classes=(type(layer()).__name__,),
         **options,
     )
 
@@ -438,43 +385,32 @@ def _unknown_to_accelerate(scene: Scene, model: Any) -> None:
 
 _TWICE = {"gradient_accumulation_steps": 4, "l2l_merge_accumulation": "off"}
 _LARGER = {"device_memory_budget": "1GiB", "eval_strategy": "steps", "per_device_eval_batch_size": 32}
-WARNINGS = [
-    Case("a model whose layers are of no class that is known", attached(_unknown_layers)),
-    Case("`cmp='auto'`, in any case", attached(cmp="auto")),
-    Case(
-        "`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train",
-        trainer(_with_figures, runs=True, use_cpu=False, **_LARGER),
+WARNINGS: Rows = {
+    "a model whose layers are of no class that is known": attached(_unknown_layers),
+    "`cmp='auto'`, in any case": attached(cmp="auto"),
+    "`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train": trainer(
+        _with_figures, runs=True, use_cpu=False, **_LARGER
     ),
-    Case("`ubatch_size=2`, and a layer with batch norm", _called_with_rows(Normalized, ubatch_size=2)),
-    Case("`cmp='bf16'`, and a layer that writes to a buffer", _called_with_rows(Counting, cmp="bf16")),
-    Case("a driver that refuses to page-lock memory", _not_locked, is_early=False, varies=r"[\d.]+ KiB"),
-    Case("`model(..., use_cache=True)`, in training", used(_with_a_cache, _llama)),
-    Case("`gradient_checkpointing=True`, or `model.gradient_checkpointing_enable()`", attached(_checkpointing)),
-    Case("`model.to('cuda')` before `attach_l2l`", attached(lambda scene, model: model.to("sim"))),
-    Case("a model loaded in 16 bits, without `cmp`", attached(_short)),
-    Case(
-        "`gradient_accumulation_steps=4, l2l_merge_accumulation='off'`",
-        trainer(gives("hf_l2l.hf.preparation.weights_travel", True), runs=True, **_TWICE),  # as on an accelerator
-        is_early=False,
+    "`ubatch_size=2`, and a layer with batch norm": _called_with_rows(lambda: nn.BatchNorm1d(16), ubatch_size=2),
+    "`cmp='bf16'`, and a layer that writes to a buffer": _called_with_rows(Counting, cmp="bf16"),
+    "a driver that refuses to page-lock memory": row(_not_locked, is_early=False, varies=r"[\d.]+ KiB"),
+    "`model(..., use_cache=True)`, in training": used(_with_a_cache, _llama),
+    "`gradient_checkpointing=True`, or `model.gradient_checkpointing_enable()`": attached(_checkpointing),
+    "`model.to('cuda')` before `attach_l2l`": attached(lambda scene, model: model.to("sim")),
+    "a model loaded in 16 bits, without `cmp`": attached(_short),
+    "`gradient_accumulation_steps=4, l2l_merge_accumulation='off'`": row(
+        trainer(gives("hf_l2l.hf.preparation.weights_travel", True), runs=True, **_TWICE), is_early=False
     ),
-    Case("`L2LTrainer(model)`, of a model without a stack of layers", trainer(lambda scene, model: nn.Linear(16, 16))),
-    Case(
-        "`L2LTrainer(model)`, with an accelerator that torch knows and Accelerate does not",
-        trainer(_unknown_to_accelerate, use_cpu=False),
+    "`L2LTrainer(model)`, of a model without a stack of layers": trainer(lambda scene, model: nn.Linear(16, 16)),
+    "`L2LTrainer(model)`, with an accelerator that torch knows and Accelerate does not": trainer(
+        _unknown_to_accelerate, use_cpu=False
     ),
-    Case("`MyOptimizer(parameters)`, whose step draws random numbers", _wrapped(eps_update="deferred")),
-    Case(
-        "`state_tier='disk'`, with `state_dir` in host memory",
-        attached(gives("hf_l2l.state_tier.server.is_in_memory", True), state_tier="disk"),
-        varies=_FOLDER,
+    "`MyOptimizer(parameters)`, whose step draws random numbers": _wrapped(eps_update="deferred"),
+    "`state_tier='disk'`, with `state_dir` in host memory": row(
+        attached(gives("hf_l2l.state_tier.server.is_in_memory", True), state_tier="disk"), varies=_FOLDER
     ),
-    Case(
-        "`stash='disk'`, with `spill_dir` in host memory",
-        attached(gives("hf_l2l.stash.spill.is_in_memory", True), device="sim", stash="disk"),
-        varies=_FOLDER,
+    "`stash='disk'`, with `spill_dir` in host memory": row(
+        attached(gives("hf_l2l.stash.spill.is_in_memory", True), device="sim", stash="disk"), varies=_FOLDER
     ),
-    Case(
-        "`resident='shell'`, with weights that share memory",
-        attached(_tied_by_memory, device="sim", resident="shell"),
-    ),
-]
+    "`resident='shell'`, with weights that share memory": attached(_tied_by_memory, device="sim", resident="shell"),
+}

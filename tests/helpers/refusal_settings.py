@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hf_l2l import L2LArgumentsMixin as ArgumentsMixin
 from hf_l2l import L2LBatchGrowth, L2LCallback, L2LConfig, L2LTrainer, L2LTrainerMixin, make_l2l_arguments
 from hf_l2l import make_l2l_trainer as make_trainer
 from hf_l2l.option_names import argument
-from refusals import Act, Case, Prepare, Scene, counts, gives, trainer, variable
+from refusals import Act, Case, Prepare, Rows, Scene, counts, gives, row, trainer, variable
 from training import rows
 
 VALUES: dict[str, Any] = {
@@ -97,8 +98,9 @@ OF_THE_TRAINER: dict[str, Any] = {
 
 
 def shown(settings: Mapping[str, Any]) -> str:
-    """Settings as they are typed."""
-    return f"`{', '.join(f'{name}={value!r}' for name, value in settings.items())}`"
+    """Settings as they are typed as the Trainer's arguments."""
+    typed = ", ".join(f"{argument(name)}={value!r}" for name, value in settings.items())
+    return f"`{re.sub(r'x{300}', 'xxx...', typed)}`"
 
 
 def _arguments(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
@@ -113,9 +115,7 @@ def _arguments(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare
 
 def _of_config(settings: Mapping[str, Any]) -> Case:
     """Options called as `L2LConfig` does, typed as the Trainer's arguments."""
-    named = {argument(name): value for name, value in settings.items()}
-    typed = re.sub(r"x{300}", "xxx...", shown(named))
-    return Case(typed, _arguments(**named), settings=settings)
+    return row(_arguments(**{argument(name): value for name, value in settings.items()}), settings=settings)
 
 
 def as_config(settings: Mapping[str, Any]) -> Case:
@@ -125,56 +125,36 @@ def as_config(settings: Mapping[str, Any]) -> Case:
         scene.patch.setattr("os.cpu_count", lambda: 8)
         return lambda: L2LConfig(**settings)
 
-    return Case(f"`L2LConfig({shown(settings).strip('`')})`", prepare)
+    return row(prepare)
 
 
-def _given(kind: type[BaseException] = ValueError, **options: Any) -> Case:
-    return Case(shown(options), _arguments(**options), kind=kind)
-
-
-VALUES_AND_NAMES = [
-    *(_of_config({name: value}) for name, value in VALUES.items()),
-    *map(_of_config, MORE_VALUES),
-    Case(
-        "`l2l_trace='trace.json'`, in a folder without permission",
-        _arguments(gives("os.access", False), l2l_trace="trace.json"),
+VALUES_AND_NAMES: Rows = {
+    **{shown(each): _of_config(each) for each in (*({name: value} for name, value in VALUES.items()), *MORE_VALUES)},
+    "`l2l_trace='trace.json'`, in a folder without permission": _arguments(
+        gives("os.access", False), l2l_trace="trace.json"
     ),
-    *(_given(**{name: value}) for name, value in OF_THE_TRAINER.items()),
-    Case("`L2LConfig(device='gpu')`", lambda scene: lambda: L2LConfig(device="gpu")),
-    Case("`L2LConfig(device=True)`", lambda scene: lambda: L2LConfig(device=True)),
-    _given(TypeError, l2l_bounary="host"),
-    Case(
-        "`L2LConfig(l2l_boundary='host')`", lambda scene: lambda: L2LConfig(**{"l2l_boundary": "host"}), kind=TypeError
-    ),
-]
-OURS_TOGETHER = [
-    *map(_of_config, TOGETHER),
-    _given(l2l_optimizer="lamb", optim="sgd"),
-    _given(cmp="bf16", bf16=True),
-    _given(eps_update="eager", max_grad_norm=1.0),
-]
+    **{f"`{name}={value!r}`": _arguments(**{name: value}) for name, value in OF_THE_TRAINER.items()},
+    "`L2LConfig(device='gpu')`": lambda scene: partial(L2LConfig, device="gpu"),
+    "`L2LConfig(device=True)`": lambda scene: partial(L2LConfig, device=True),
+    "`l2l_bounary='host'`": row(_arguments(l2l_bounary="host"), kind=TypeError),
+    "`L2LConfig(l2l_boundary='host')`": row(lambda scene: partial(L2LConfig, l2l_boundary="host"), kind=TypeError),
+}
+OURS_TOGETHER: Rows = {
+    **{shown(each): _of_config(each) for each in TOGETHER},
+    "`l2l_optimizer='lamb', optim='sgd'`": _arguments(l2l_optimizer="lamb", optim="sgd"),
+    "`cmp='bf16', bf16=True`": _arguments(cmp="bf16", bf16=True),
+    "`eps_update='eager', max_grad_norm=1.0`": _arguments(eps_update="eager", max_grad_norm=1.0),
+}
 
 
 # ---- beside those of transformers' Trainer
-
-
-def _trained(**options: Any) -> Case:
-    return Case(shown(options), trainer(**options))
-
-
-def _set(**options: Any) -> Case:
-    return Case(shown(options), trainer(later=options))
 
 
 def _argv(scene: Scene, model: Any) -> None:
     scene.patch.setattr("sys.argv", ["train.py"])
 
 
-def _of_four(**options: Any) -> Case:
-    [(name, value)] = options.items()
-    return Case(
-        f"`torchrun --nproc_per_node 4`, with `{name}={value}`", trainer(counts("world_size", 4), _argv, **options)
-    )
+_OF_FOUR = (counts("world_size", 4), _argv)
 
 
 def _passed(scene: Scene) -> Act:
@@ -210,53 +190,48 @@ def _made_class(name: str, *bases: type) -> Prepare:
 
 
 _MIXED = "ACCELERATE_MIXED_PRECISION"
-WITH_THE_TRAINER = [
-    _set(deepspeed="zero3.json"),
-    _set(fsdp="full_shard"),
-    Case("`parallelism_config=ParallelismConfig(...)`", trainer(parallelism_config=ParallelismConfig())),
-    _trained(torch_compile=True),
-    _trained(fp16=True),
-    _trained(fp16_full_eval=True),
-    _trained(bf16_full_eval=True),
-    _trained(optim="galore_adamw_layerwise", optim_target_modules=["attention"]),
-    _trained(optim="lomo"),
-    _trained(enable_jit_checkpoint=True, eps_update="eager", max_grad_norm=0.0),
-    Case(
-        "`l2l_async_save=True`, on Windows",
-        trainer(gives("hf_l2l.checkpoint.reserved.can_write_places", False), l2l_async_save=True),
+WITH_THE_TRAINER: Rows = {
+    "`deepspeed='zero3.json'`": trainer(later={"deepspeed": "zero3.json"}),
+    "`fsdp='full_shard'`": trainer(later={"fsdp": "full_shard"}),
+    "`parallelism_config=ParallelismConfig(...)`": trainer(parallelism_config=ParallelismConfig()),
+    "`torch_compile=True`": trainer(torch_compile=True),
+    "`fp16=True`": trainer(fp16=True),
+    "`fp16_full_eval=True`": trainer(fp16_full_eval=True),
+    "`bf16_full_eval=True`": trainer(bf16_full_eval=True),
+    "`optim='galore_adamw_layerwise', optim_target_modules=['attention']`": trainer(
+        optim="galore_adamw_layerwise", optim_target_modules=["attention"]
     ),
-    _trained(l2l_realtime_checkpoint="now", save_only_model=True),
-    _trained(l2l_realtime_every=5),
-    _trained(l2l_noise_scale_every=5),
-    _trained(output_dir="run", l2l_realtime_checkpoint="run"),
-    Case("`accelerate launch --mixed_precision fp16`", trainer(variable(_MIXED, "fp16"))),
-    Case(
-        "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`", trainer(variable(_MIXED, "bf16"), cmp="bf16")
+    "`optim='lomo'`": trainer(optim="lomo"),
+    "`enable_jit_checkpoint=True, eps_update='eager', max_grad_norm=0.0`": trainer(
+        enable_jit_checkpoint=True, eps_update="eager", max_grad_norm=0.0
     ),
-    Case("`accelerate launch --dynamo_backend inductor`", trainer(variable("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"))),
-    Case(
-        "`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`",
-        trainer(gives("hf_l2l.hf.training_args.launched_processes", 4)),
+    "`l2l_async_save=True`, on Windows": trainer(
+        gives("hf_l2l.checkpoint.reserved.can_write_places", False), l2l_async_save=True
     ),
-    _of_four(auto_find_batch_size=True),
-    _of_four(enable_jit_checkpoint=True),
-    _of_four(save_on_each_node=True),
-    Case("`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`", _passed),
-    Case("`L2LTrainer(model, L2LConfig())`", _config_as_arguments),
-    Case(
-        "`L2LTrainer('bert-base-uncased')`", lambda scene: lambda: L2LTrainer("bert-base-uncased", scene.arguments())
+    "`l2l_realtime_checkpoint='now', save_only_model=True`": trainer(
+        l2l_realtime_checkpoint="now", save_only_model=True
     ),
-    Case(
-        "`L2LTrainer(model, ubatch_size=2)`, while another one trains the model", _trained_by_another, is_early=False
+    "`l2l_realtime_every=5`": trainer(l2l_realtime_every=5),
+    "`l2l_noise_scale_every=5`": trainer(l2l_noise_scale_every=5),
+    "`output_dir='run', l2l_realtime_checkpoint='run'`": trainer(output_dir="run", l2l_realtime_checkpoint="run"),
+    "`accelerate launch --mixed_precision fp16`": trainer(variable(_MIXED, "fp16")),
+    "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`": trainer(variable(_MIXED, "bf16"), cmp="bf16"),
+    "`accelerate launch --dynamo_backend inductor`": trainer(variable("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
+    "`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`": trainer(
+        gives("hf_l2l.hf.training_args.launched_processes", 4)
     ),
-    Case("`class Mine(Trainer, L2LTrainerMixin)`", _made_class("Mine", hf.Trainer, L2LTrainerMixin)),
-    Case(
-        "`class Mine(TrainingArguments, L2LArgumentsMixin)`",
-        _made_class("Mine", hf.TrainingArguments, ArgumentsMixin),
-    ),
-    Case("`make_l2l_trainer(trainer)`, of an object", lambda scene: lambda: make_trainer("trainer")),
-    Case("`make_l2l_arguments(Theirs)`, which has a field `stash`", lambda scene: _taken_name),
-]
+    "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`": trainer(*_OF_FOUR, auto_find_batch_size=True),
+    "`torchrun --nproc_per_node 4`, with `enable_jit_checkpoint=True`": trainer(*_OF_FOUR, enable_jit_checkpoint=True),
+    "`torchrun --nproc_per_node 4`, with `save_on_each_node=True`": trainer(*_OF_FOUR, save_on_each_node=True),
+    "`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`": _passed,
+    "`L2LTrainer(model, L2LConfig())`": _config_as_arguments,
+    "`L2LTrainer('bert-base-uncased')`": lambda scene: lambda: L2LTrainer("bert-base-uncased", scene.arguments()),
+    "`L2LTrainer(model, ubatch_size=2)`, while another one trains the model": row(_trained_by_another, is_early=False),
+    "`class Mine(Trainer, L2LTrainerMixin)`": _made_class("Mine", hf.Trainer, L2LTrainerMixin),
+    "`class Mine(TrainingArguments, L2LArgumentsMixin)`": _made_class("Mine", hf.TrainingArguments, ArgumentsMixin),
+    "`make_l2l_trainer(trainer)`, of an object": lambda scene: lambda: make_trainer("trainer"),
+    "`make_l2l_arguments(Theirs)`, which has a field `stash`": lambda scene: _taken_name,
+}
 
 
 # ---- trainers of other libraries
@@ -271,24 +246,18 @@ def _called_back(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepa
 
 
 # A Trainer moves the model before it calls its callbacks.
-CALLBACKS = [
-    Case(
-        "`Trainer(..., callbacks=[L2LCallback()])`, with two visible devices",
-        _called_back(counts("n_gpu", 2)),
-        is_early=False,
+CALLBACKS: Rows = {
+    "`Trainer(..., callbacks=[L2LCallback()])`, with two visible devices": row(
+        _called_back(counts("n_gpu", 2)), is_early=False
     ),
-    Case(
-        "`Trainer(..., callbacks=[L2LCallback()])`, with `torchrun --nproc_per_node 4`",
-        _called_back(counts("world_size", 4)),
-        is_early=False,
+    "`Trainer(..., callbacks=[L2LCallback()])`, with `torchrun --nproc_per_node 4`": row(
+        _called_back(counts("world_size", 4)), is_early=False
     ),
-    Case("`L2LCallback(L2LConfig(nonfinite='skip'))`", lambda scene: lambda: L2LCallback(L2LConfig(nonfinite="skip"))),
-    Case(
-        "`L2LCallback(L2LConfig(device_memory_budget='1GiB'))`",
-        _called_back(device="sim", device_memory_budget="1GiB"),
-        is_early=False,
+    "`L2LCallback(L2LConfig(nonfinite='skip'))`": lambda scene: lambda: L2LCallback(L2LConfig(nonfinite="skip")),
+    "`L2LCallback(L2LConfig(device_memory_budget='1GiB'))`": row(
+        _called_back(device="sim", device_memory_budget="1GiB"), is_early=False
     ),
-]
+}
 
 
 # ---- the noise scale, and batches that grow with it
@@ -321,31 +290,24 @@ def _growing(*sizes: int, **options: Any) -> Prepare:
     return _measured(passed={"callbacks": [L2LBatchGrowth(size) for size in sizes]}, **options)
 
 
-NOISE = [
-    Case("`l2l_noise_scale=True`, with one micro-batch in a step", _measured(ubatch_size=None)),
-    Case("`l2l_noise_scale=True`, with batch norm over the rows of a batch", _measured(_over_rows)),
-    Case("`l2l_noise_scale=True`, with a `training_step` of the trainer's own", _measured(kind=_Own)),
-    Case(
-        "`l2l_noise_scale=True`, with a loss that couples rows, such as a contrastive one",
-        _measured(passed={"compute_loss_func": _coupled}),
-        is_early=False,
-        varies=r"[\d.]+(?= for a batch| as a)",
+NOISE: Rows = {
+    "`l2l_noise_scale=True`, with one micro-batch in a step": _measured(ubatch_size=None),
+    "`l2l_noise_scale=True`, with batch norm over the rows of a batch": _measured(_over_rows),
+    "`l2l_noise_scale=True`, with a `training_step` of the trainer's own": _measured(kind=_Own),
+    "`l2l_noise_scale=True`, with a loss that couples rows, such as a contrastive one": row(
+        _measured(passed={"compute_loss_func": _coupled}), is_early=False, varies=r"[\d.]+(?= for a batch| as a)"
     ),
-    Case(
-        "`l2l_noise_scale=True`, with layers that run several times, as those of ALBERT",
-        _measured(_again_and_again),
-        is_early=False,
+    "`l2l_noise_scale=True`, with layers that run several times, as those of ALBERT": row(
+        _measured(_again_and_again), is_early=False
     ),
-    Case("`L2LBatchGrowth(0)`", lambda scene: lambda: L2LBatchGrowth(0)),
-    Case("`L2LBatchGrowth(32, 'half')`", lambda scene: lambda: L2LBatchGrowth(32, "half")),
-    Case("`L2LBatchGrowth(32)`, without `l2l_noise_scale=True`", _growing(32, l2l_noise_scale=False), is_early=False),
-    Case("`L2LBatchGrowth(32)`, with 32 rows in a step", _growing(32, gradient_accumulation_steps=4), is_early=False),
-    Case("two of `L2LBatchGrowth`", _growing(32, 64)),
-]
-NOISE_WARNINGS = [
-    Case(
-        "`l2l_noise_scale=True`, and batches that have fewer rows than `ubatch_size`",
-        _measured(count=4),
-        is_early=False,
+    "`L2LBatchGrowth(0)`": lambda scene: lambda: L2LBatchGrowth(0),
+    "`L2LBatchGrowth(32, 'half')`": lambda scene: lambda: L2LBatchGrowth(32, "half"),
+    "`L2LBatchGrowth(32)`, without `l2l_noise_scale=True`": row(_growing(32, l2l_noise_scale=False), is_early=False),
+    "`L2LBatchGrowth(32)`, with 32 rows in a step": row(_growing(32, gradient_accumulation_steps=4), is_early=False),
+    "two of `L2LBatchGrowth`": _growing(32, 64),
+}
+NOISE_WARNINGS: Rows = {
+    "`l2l_noise_scale=True`, and batches that have fewer rows than `ubatch_size`": row(
+        _measured(count=4), is_early=False
     ),
-]
+}

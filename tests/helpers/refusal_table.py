@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +23,7 @@ if __name__ == "__main__":
 from refusal_commands import ESTIMATE, ESTIMATE_WARNINGS, PROGRAM, SCRIPT, SCRIPT_WARNINGS
 from refusal_models import DEVICES, MODELS, OPTIMIZERS, WARNINGS
 from refusal_settings import CALLBACKS, NOISE, NOISE_WARNINGS, OURS_TOGETHER, VALUES_AND_NAMES, WITH_THE_TRAINER
-from refusals import Case, Found, parts_of, provoke
+from refusals import Case, Found, Rows, parts_of, provoke
 
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -40,7 +41,14 @@ Each row was provoked, on the simulated accelerator `sim:0`. `PYTHONPATH=. pytho
 writes this page, and a test compares it with what the code says.
 """
 
-ERRORS: dict[str, list[Case]] = {
+
+def _cases(rows: Rows) -> list[Case]:
+    return [
+        replace(each, typed=typed) if isinstance(each, Case) else Case(typed, each) for typed, each in rows.items()
+    ]
+
+
+_ERRORS: dict[str, Rows] = {
     "Values and names of options": VALUES_AND_NAMES,
     "Options of L2L with each other": OURS_TOGETHER,
     "With transformers' Trainer and launchers": WITH_THE_TRAINER,
@@ -52,12 +60,14 @@ ERRORS: dict[str, list[Case]] = {
     "`estimate`": ESTIMATE,
     "The program `hf-l2l`": PROGRAM,
 }
-WARNED: dict[str, list[Case]] = {
-    "Warnings: what is turned off, chosen, or without effect": [*WARNINGS, *NOISE_WARNINGS, *ESTIMATE_WARNINGS],
+_WARNED: dict[str, Rows] = {
+    "Warnings: what is turned off, chosen, or without effect": WARNINGS | NOISE_WARNINGS | ESTIMATE_WARNINGS,
 }
 if HAS_DATASETS:  # without it, the script does not look at its options
-    ERRORS["The script `run_glue_l2l.py`"] = SCRIPT
-    WARNED["Warnings of `run_glue_l2l.py`"] = SCRIPT_WARNINGS
+    _ERRORS["The script `run_glue_l2l.py`"] = SCRIPT
+    _WARNED["Warnings of `run_glue_l2l.py`"] = SCRIPT_WARNINGS
+ERRORS = {title: _cases(rows) for title, rows in _ERRORS.items()}
+WARNED = {title: _cases(rows) for title, rows in _WARNED.items()}
 
 
 @cache

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +79,11 @@ class Case:
     """What is raised, of errors."""
     settings: Mapping[str, Any] | None = None
     """If all of it is a call of `L2LConfig`: the arguments."""
+
+
+Rows = dict[str, Prepare | Case]
+"""What the user types -> what makes what is needed, alone or with more that is known of the case."""
+row = partial(Case, "")
 
 
 # ---- what cases have in common
@@ -192,32 +197,27 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-class LoggedWarning(UserWarning):
-    """A warning in the log, as an error."""
-
-    def __init__(self, record: logging.LogRecord) -> None:
-        super().__init__(record.getMessage())
-        self.record = record
-
-
-class _Raising(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        raise LoggedWarning(record)
-
-
 @contextmanager
 def _logged_warnings_raise() -> Iterator[None]:
     """Inside, warnings in the log of the package are raised; afterwards its loggers are as loud as before: the program
     `hf-l2l` makes them quiet."""
-    handler, loggers = _Raising(logging.WARNING), [logging.getLogger(name) for name in LOGGERS]
-    levels, verbosity = [each.level for each in loggers], of_transformers.get_verbosity()
-    for each in loggers:
-        each.addHandler(handler)
+
+    def raises(logger: logging.Logger) -> Callable[..., None]:
+        def warning(text: str, *args: object) -> None:
+            if logger.isEnabledFor(logging.WARNING):
+                raise UserWarning(text % args if args else text)
+
+        return warning
+
+    loggers, verbosity = [logging.getLogger(name) for name in LOGGERS], of_transformers.get_verbosity()
+    levels = [each.level for each in loggers]
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            for each in loggers:
+                patch.setattr(each, "warning", raises(each))
+            yield
     finally:
         for each, level in zip(loggers, levels, strict=True):
-            each.removeHandler(handler)
             each.setLevel(level)
         of_transformers.set_verbosity(verbosity)
         of_transformers.enable_progress_bar()
@@ -264,12 +264,12 @@ def provoke(case: Case, folder: Path) -> Found:
 
 
 def _places_of(error: BaseException) -> list[tuple[str, int]]:
-    if isinstance(error, LoggedWarning):
-        return [(str(Path(error.record.pathname).relative_to(PACKAGE)), error.record.lineno)]
-    frames = [list(traceback.walk_tb(each.__traceback__))[-1] for each in (error, error.__cause__) if each is not None]
-    found = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
-    if not found[0][0].is_relative_to(PACKAGE):
-        raise AssertionError(f"it was {found[0][0]} that raised {error!r}") from error
+    frames = [list(traceback.walk_tb(each.__traceback__)) for each in (error, error.__cause__) if each is not None]
+    own, *causes = [[(Path(frame.f_code.co_filename), line) for frame, line in each] for each in frames]
+    own = [place for place in own if str(place[0]) != __file__]  # where a warning in the log is raised
+    if not own or not own[-1][0].is_relative_to(PACKAGE):
+        raise AssertionError(f"it was another one that raised {error!r}") from error
+    found = [own[-1], *(each[-1] for each in causes)]
     return [(str(file.relative_to(PACKAGE)), line) for file, line in found if file.is_relative_to(PACKAGE)]
 
 

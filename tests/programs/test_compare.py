@@ -8,37 +8,20 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_l2l.glue.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run, table
-from tiers import more, times
 
 METRICS = {
     "epoch": 1.0,
     "eval_loss": 0.25,
     "train_loss": 0.5,
-    "train_runtime": 2.0,
-    "train_samples": 48,
     "train_samples_per_second": 20.0,
-    "train_steps_per_second": 2.5,
-    "total_flos": 9.0,
     "train_device_bytes": 3 * 2**20,
     "train_host_bytes": 0,
-    "train_process_bytes": 2**30,
     "eval_accuracy": 0.75,
     "eval_runtime": 3.0,
-    "eval_samples": 16,
-    "eval_samples_per_second": 5.0,
-    "eval_steps_per_second": 1.0,
 }
-OTHERS = {
-    **METRICS,
-    "eval_accuracy": 0.5,
-    "train_samples_per_second": 5.0,
-    "train_device_bytes": 2**20,
-    "train_host_bytes": 4 * 2**20,
-}
+OTHERS = {**METRICS, "eval_accuracy": 0.5, "train_device_bytes": 2**20, "train_host_bytes": 4 * 2**20}
 LOSSES = {1: 0.75, 2: 0.5}
 NAN = float("nan")
 
@@ -65,10 +48,8 @@ def test_a_folder_is_read(tmp_path):
     (tmp_path / "all_results.json").write_text(json.dumps(METRICS), encoding="utf-8")
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log, "epoch": 1.0}), encoding="utf-8")
     for config, has_dropout in (
-        ({"hidden_dropout_prob": 0.1}, True),
         ({"hidden_dropout_prob": 0.0, "attn_pdrop": 0.1}, True),
         ({"text_config": {"attention_dropout": 0.5}}, True),
-        ({"layers": [{"dropout": 0.5}]}, True),
         ({"hidden_dropout_prob": 0.0, "classifier_dropout": None, "hidden_size": 16}, False),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -82,31 +63,22 @@ def test_a_folder_is_read(tmp_path):
 
 
 def test_rows_have_both_values_their_difference_and_their_ratio():
-    """Times and counts of an evaluation are not compared."""
+    """Times and counts of an evaluation are not compared. What is no number, or not there, is none."""
     document = compared(run(METRICS), run(OTHERS))
     assert row(document, "train_loss") == (0.5, 0.5, 0.0, 1.0)
     assert row(document, "eval_accuracy") == (0.75, 0.5, -0.25, 0.5 / 0.75)
-    assert row(document, "train_device_bytes") == (3 * 2**20, 2**20, -(2**21), 1 / 3)
     assert row(document, "train_host_bytes") == (0, 2**22, 2**22, None)
-    assert document["device"] == "cpu" and document["out_of_memory"] == []
     assert [row["name"] for row in document["rows"]] == [
         *("train_loss", "eval_loss", "eval_accuracy", "train_samples_per_second"),
-        *("train_device_bytes", "train_host_bytes", "train_process_bytes"),
+        *("train_device_bytes", "train_host_bytes"),
     ]
-    for name in ("eval_runtime_mm", "eval_samples_mm", "eval_samples_per_second_mm", "eval_model_preparation_time"):
-        document = compared(run({"eval_accuracy_mm": 0.5, name: 1.0}), run({"eval_accuracy_mm": 0.5, name: 2.0}))
-        assert [row["name"] for row in document["rows"]] == ["eval_accuracy_mm"]
-
-
-def test_what_is_no_number_or_not_there_is_none():
-    document = compared(
-        run({"train_loss": NAN, "eval_loss": math.inf}, {1: 0.5, 2: NAN}), run({"train_loss": 1.0, "eval_loss": 1.0})
-    )
-    assert row(document, "train_loss") == row(document, "eval_loss")[:1] + (1.0, None, None)
+    document = compared(run({"train_loss": NAN}, {1: 0.5, 2: NAN}), run({"train_loss": 1.0}))
+    assert row(document, "train_loss") == (None, 1.0, None, None)
     assert document["losses"] == {"hf": [[1, 0.5], [2, None]], "l2l": []}
     document = compared(OUT_OF_MEMORY, run(OTHERS, LOSSES))
     assert document["out_of_memory"] == ["hf"] and document["same_losses"] is None
     assert row(document, "train_loss") == (None, 0.5, None, None)
+    assert table(document).splitlines()[-1] == "Trainer ran out of memory"
 
 
 def test_the_verdict_on_losses():
@@ -115,9 +87,7 @@ def test_the_verdict_on_losses():
         (LOSSES, dict(LOSSES), True, "the same, to the last bit, at 2 logged steps"),
         ({1: NAN}, {1: float("nan")}, True, "the same, to the last bit, at 1 logged step"),
         (LOSSES, {1: 0.75, 2: math.nextafter(0.5, 1)}, False, "at most 1.1e-16 apart at 2 logged steps"),
-        (LOSSES, {1: 0.75}, False, "at most 0 apart at 1 logged step; logged on one side only at 1 logged step"),
         (LOSSES, {1: 0.5, 2: NAN}, False, "at most 0.25 apart at 1 logged step; a number on one side only at 1"),
-        ({1: NAN}, {1: 0.5}, False, "a number on one side only at 1 logged step"),
         (
             {1: 9.0, 2: 2.0},
             {2: 2.5, 3: 1.0},
@@ -125,8 +95,6 @@ def test_the_verdict_on_losses():
             "at most 0.5 apart at 1 logged step; logged on one side only at 2",
         ),
         (LOSSES, {}, None, "no training loss was logged"),
-        ({}, LOSSES, None, "no training loss was logged"),
-        ({}, {}, None, "no training loss was logged"),
     ):
         document = compared(run(losses=hf), run(losses=l2l))
         assert document["same_losses"] is same
@@ -138,7 +106,6 @@ def test_dropout_of_micro_batches_is_noted_where_losses_differ():
     for l2l, noted in (
         (run({"train_ubatch_size": 2}, apart, True), True),
         (run({"train_ubatch_size": 8}, apart, True), False),
-        (run({}, apart, True), False),
         (run({"train_ubatch_size": 2}, apart), False),
         (run({"train_ubatch_size": 2}, LOSSES, True), False),
         (OUT_OF_MEMORY, False),
@@ -159,97 +126,29 @@ def test_the_table():
     assert lines[0] == "on: cuda" and lines[1].split() == ["Trainer", "L2LTrainer", "difference"]
     cells = [re.split("  +", line) for line in lines[3:-1]]
     assert cells[2] == ["eval accuracy", "0.750000", "0.500000", "-0.25"]
-    assert cells[3] == ["training samples/s", "20.0", "5.0", "x 0.25"]
     assert cells[5] == ["host bytes: weights, gradients, moments", "0 bytes", "4.0 MiB", "-"]
-    assert cells[6] == ["process bytes, peak", "1.0 GiB", "1.0 GiB", "x 1.00"]
     document = compared(run(METRICS), run(OTHERS), "simulated accelerator, 8GiB", is_simulated=True)
     assert row(document, "train_samples_per_second") == (None, None, None, None)
-    assert row(document, "train_device_bytes") == (3 * 2**20, 2**20, -(2**21), 1 / 3)
-    lines = table(document).splitlines()
-    assert [line.split()[2:] for line in lines if line.startswith("training samples/s")] == [["-", "-", "-"]]
-    assert len([line for line in lines if line.startswith("note: speed: ")]) == 1
-
-
-def test_the_table_of_a_side_out_of_memory_and_of_missing_metrics():
-    theirs = run({"train_loss": 0.5, "eval_loss": 1.0, "train_device_bytes": 1023}, LOSSES)
-    ours = run({"train_loss": 0.5 + 1e-6, "eval_f1": 0.5, "train_device_bytes": 2046}, {1: 0.75, 2: 0.5 + 1e-6})
-    cells = [line.split("  ") for line in table(compared(theirs, ours)).splitlines()[3:-1]]
-    assert [[cell.strip() for cell in line if cell] for line in cells] == [
-        ["train loss", "0.500000", "0.500001", "+1e-06"],
-        ["eval loss", "1.000000", "-", "-"],
-        ["eval f1", "-", "0.500000", "-"],
-        ["device bytes, peak", "1023 bytes", "2.0 KiB", "x 2.00"],
-    ]
-    lines = table(compared(OUT_OF_MEMORY, ours)).splitlines()[3:-1]
-    assert len(lines) == 3 and all("  out of memory  " in line for line in lines)
-    for hf, l2l, said in (
-        (OUT_OF_MEMORY, ours, "Trainer"),
-        (theirs, OUT_OF_MEMORY, "L2LTrainer"),
-        (OUT_OF_MEMORY, OUT_OF_MEMORY, "Trainer and L2LTrainer"),
-    ):
-        assert table(compared(hf, l2l)).splitlines()[-1] == f"{said} ran out of memory"
-
-
-VALUES = st.floats(width=64) | st.integers(0, 2**40)
-NUMBERS = st.dictionaries(
-    st.sampled_from([*METRICS, "eval_f1", "eval_mse", "eval_combined_score"]), VALUES, max_size=8
-)
-LOGGED = st.dictionaries(st.integers(1, 9), st.floats(0, 10), max_size=5)
-RUNS = st.builds(run, NUMBERS, LOGGED) | st.just(OUT_OF_MEMORY)
-
-
-@settings(max_examples=times(40, 200), deadline=None)
-@given(RUNS, RUNS)
-def test_any_runs_make_a_document_and_a_table(hf, l2l):
-    document = compared(hf, l2l)
-    first, *lines, last = table(document).splitlines()
-    assert first == "on: cpu" and last.strip()
-    assert len(lines) == 2 + len(document["rows"])
-    assert len({len(line) for line in lines}) == 1
-    widths = [len(dashes) for dashes in lines[1].split("  ")][-3:]
-    starts = [len(lines[1]) - sum(widths[i:]) - 2 * (len(widths) - i) for i in range(3)]
-    assert all(line[start : start + 2] == "  " for line in lines for start in starts)
-    assert [line.split("  ")[0].strip() for line in lines[2:]] == [row["label"] for row in document["rows"]]
+    assert table(document).count("note: speed: ") == 1
 
 
 # ---- the picture
 
 
-@pytest.mark.parametrize(
-    ("hf", "l2l"),
-    [
-        pytest.param(run(METRICS, {1: 0.5}), run(OTHERS, {1: NAN}), id="one loss, and one that is nan"),
-        pytest.param(OUT_OF_MEMORY, run(OTHERS, LOSSES), id="out of memory"),
-        *more(
-            pytest.param(run(METRICS, LOSSES), run(OTHERS, LOSSES), id="two runs"),
-            pytest.param(OUT_OF_MEMORY, OUT_OF_MEMORY, id="nothing"),
-        ),
-    ],
-)
-def test_the_picture(hf, l2l, tmp_path, monkeypatch):
+@pytest.mark.parametrize("hf", [run(METRICS, LOSSES), OUT_OF_MEMORY], ids=["two runs", "out of memory"])
+def test_the_picture(hf, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    from matplotlib import image
     from matplotlib.figure import Figure
 
     figures, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    l2l = run(OTHERS, LOSSES)
     draw(compared(hf, l2l, "cuda"), tmp_path / "compare.png")
-    [figure], pixels = figures, image.imread(tmp_path / "compare.png")
-    assert pixels.shape == (600, 1500, 4)
-    assert all((pixels[y, x] == 1).all() for y in (0, -1) for x in (0, -1))
-    assert not (pixels[..., :3] == 1).all()
-    curves, bars = figure.axes
-    assert (curves.get_xlabel(), curves.get_ylabel(), curves.get_title()) == (
-        "optimizer step",
-        "loss",
-        "Training loss",
-    )
-    assert (bars.get_ylabel(), bars.get_title()) == ("KiB" if l2l.out_of_memory else "MiB", "Memory (cuda)")
-    for axes in figure.axes:
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    curves, bars = figures[0].axes
+    assert (bars.get_ylabel(), bars.get_title()) == ("MiB", "Memory (cuda)")
+    for axes in (curves, bars):
         assert [text.get_text() for text in axes.get_legend().get_texts()] == list(NAMES.values())
     for line, of in zip(curves.lines, (hf, l2l), strict=True):
         assert list(line.get_xdata()) == list(of.losses)
-        assert (line.get_marker() == "o") == (len(of.losses) == 1)
-    said = [text.get_text() for text in bars.texts]
-    assert ("out of memory" in said) == (hf.out_of_memory and not l2l.out_of_memory)
-    assert len(said) == (0 if l2l.out_of_memory else 4)
+    assert ("out of memory" in [text.get_text() for text in bars.texts]) == hf.out_of_memory

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 from importlib.metadata import version
 
 import hf_l2l
 from cli_models import ran, refused
 from hf_l2l import surroundings
-from hf_l2l.memory import host_limits
 from hf_l2l.probe import rates
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.probe.rates import Sizes
@@ -27,13 +25,10 @@ def test_the_report(capsys, monkeypatch):
     assert found["versions"]["torch"] == version("torch") and found["versions"]["hf_l2l"] == hf_l2l.__version__
     assert found["versions"]["surely-not-installed"] is None
     assert found["unsupported"] is None and found["probe"] is None
-    assert found["devices"] == [] and found["page_locking"]["works"] is None
-    assert found["host"]["usable_cores"] <= found["host"]["cores"]
     assert 0 < found["host"]["available_bytes"] <= found["host"]["total_bytes"]
     text = ran(capsys, "env").out
     assert f"\n  torch: {version('torch')}\n" in text and "\n  surely-not-installed: -\n" in text
-    assert "devices:\n  none: layers run on the CPU\n" in text
-    assert "\n  total: " in text and "GiB\n" in text and "probe:" not in text
+    assert "devices:\n  none: layers run on the CPU\n" in text and "probe:" not in text
     assert "hf_very_secret" not in text + told.out
 
 
@@ -48,8 +43,6 @@ def test_what_is_not_supported_or_fails_does_not_end_the_report(monkeypatch, cap
     found = ran(capsys, "env", "--json")
     assert "needs torch 98 or newer" in found.json["unsupported"]
     assert found.status == 0 and found.json["devices"] == "failed: RuntimeError: the driver is gone"
-    told = ran(capsys, "env").out
-    assert "unsupported:\n  hf_l2l" in told and "devices:\n  failed: RuntimeError: the driver is gone\n" in told
 
 
 def test_variables_without_secrets():
@@ -94,23 +87,4 @@ def test_the_probe(monkeypatch, capsys):
     assert json.loads(figures.to_json()) == found.json["probe"]
     text = ran(capsys, "env", "--probe", "--device", "cpu").out
     assert " FLOP/s" in text and " parameters/s" in text and "\n  link_up: -\n" in text
-    assert "without --probe" in refused(capsys, "env", "--device", "cpu")
     assert "one this machine has (got cuda:7)" in refused(capsys, "env", "--probe", "--device", "cuda:7")
-    assert "must name a torch device (got 'gpu'" in refused(capsys, "env", "--probe", "--device", "gpu")
-
-
-# ---- limits of the process
-
-
-def test_limits_of_a_control_group_and_of_locked_memory(tmp_path, monkeypatch):
-    groups = [(tmp_path, "memory.max", ""), (tmp_path / "none", "memory.max", "")]
-    monkeypatch.setattr(host_limits, "control_groups", lambda: iter(groups))
-    for text, number in (("max", None), (str(2**63 - 4096), None), ("1048576", 2**20), ("", None)):
-        (tmp_path / "memory.max").write_text(text)
-        assert host_limits.group_bytes() == number
-    for text, cores in (("max 100000", None), ("150000 100000", 1.5), ("", None)):
-        (tmp_path / "cpu.max").write_text(text)
-        assert host_limits.group_cores() == cores
-    for limit, found in ((resource.RLIM_INFINITY, None), (2**16, 2**16)):
-        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, 2**20))
-        assert surroundings.page_locking()["limit_bytes"] == found

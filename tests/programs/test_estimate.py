@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ import transformers
 
 from cli_models import LLAMA, T5, Ran, ran, refused, written
 from hf_l2l import L2LConfig
-from hf_l2l.cli.printed.estimate import Told, show
 from hf_l2l.memory.device_memory import DEVICE_NAMES
 from hf_l2l.memory.ledger import HOST_NAMES, OTHER
 from hf_l2l.plan.planner import BudgetError, needed
@@ -24,7 +21,7 @@ from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.sizing.capacity import LORA, SETTINGS, run_with
-from hf_l2l.sizing.fit import ON_DISK, Fit, Fits, fits
+from hf_l2l.sizing.fit import ON_DISK, fits
 
 SMALL = {**LLAMA, "num_hidden_layers": 2}
 MACHINE = HardwareFigures(
@@ -66,14 +63,13 @@ def test_bytes_by_name_and_by_phase_in_json_in_text_and_in_a_picture(tmp_path, c
     names = {name: size["peak"] for name, size in found["device"].items()}
     assert names.pop("total") == sum(names.values()) > 0
     assert found["plain"] > found["plain_checkpointing"] > 0
-    assert set(found["phases"]) == {"l2l", "plain", "plain_checkpointing"}
     for who, peak in (("l2l", found["device"]["total"]["peak"]), ("plain", found["plain"])):
         assert list(found["phases"][who]) == ["load", "attach", "train", "save", "resume"]
         assert found["phases"][who]["train"]["device"] == peak
     pytest.importorskip("matplotlib")
     picture, source = tmp_path / "memory.png", written(tmp_path / "model", SMALL)
     told = estimated(capsys, tmp_path, "--plot", str(picture)).out
-    assert "slots" in told and "Plain training in fp32 would need" in told and "plain, checkpointing, device" in told
+    assert "slots" in told and "Plain training in fp32 would need" in told
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert "a file that can be written" in refused(capsys, "estimate", source, "--plot", "/nowhere/x.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -87,18 +83,14 @@ def test_options_of_the_trainer_are_flags(tmp_path, capsys):
         return estimated(capsys, tmp_path, "--json", *flags, rows=rows).json
 
     whole = found()["device"]
-    parts = found("--ubatch_size", "1", "--stash", "host")["device"]
     host = found("--ubatch-size", "1", "--stash", "host", "--l2l-boundary", "host")["device"]
-    assert whole["workspace"]["peak"] > parts["workspace"]["peak"]
-    assert whole["stash"]["peak"] > parts["stash"]["peak"]
-    assert parts["total"]["peak"] > host["total"]["peak"]
+    assert whole["workspace"]["peak"] > host["workspace"]["peak"] and whole["stash"]["peak"] > host["stash"]["peak"]
     short = found("--cmp", "bf16", "--optim", "sgd")
     assert short["device"]["shell"]["peak"] < whole["shell"]["peak"] and short["host"]["copies"]["peak"] > 0
     assert short["host"]["moments"]["peak"] == 0 < short["host"]["masters"]["peak"]
-    assert found("--gradient-accumulation-steps", "3", "--bf16", "false", rows=2)["rows"] == 6
-    autocast = found("--bf16")["device"]
-    assert autocast["total"]["peak"] < whole["total"]["peak"]
-    assert autocast["shell"] == whole["shell"], "weights travel in fp32"
+    autocast = found("--gradient-accumulation-steps", "2", "--bf16", rows=2)
+    assert autocast["rows"] == 4 and autocast["device"]["total"]["peak"] < whole["total"]["peak"]
+    assert autocast["device"]["shell"] == whole["shell"], "weights travel in fp32"
 
 
 # ---- with figures of a machine
@@ -110,10 +102,6 @@ def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     slow = machine(tmp_path, link_up_both=1e6)
     one = estimated(capsys, tmp_path, *slow, "--json", "--l2l_num_threads", "1").json
     assert one["busy"]["update"] == pytest.approx(4 * found["busy"]["update"]) and one["bound"] == "upload"
-    of_env = tmp_path / "env.json"  # as `hf-l2l env` prints them
-    of_env.write_text(json.dumps({"versions": {}, "probe": json.loads(MACHINE.to_json())}))
-    again = estimated(capsys, tmp_path, "--figures", str(of_env), "--json").json
-    assert again["seconds_per_step"] == found["seconds_per_step"]
     layers = []
 
     def with_layer_rates(rates, run, device):
@@ -125,7 +113,6 @@ def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     probed = estimated(capsys, tmp_path, "--probe", "--json").json
     assert len(layers) == 1 and probed["seconds_per_step"] > 1e5 and probed["bound"] == "compute"
     # The memory of the device, which is none of this machine, decides where the stash is.
-    assert "stash device" in estimated(capsys, tmp_path, *machine(tmp_path), "--stash", "auto").out
     small = machine(tmp_path, device_memory_bytes=4_000)
     assert "stash host" in estimated(capsys, tmp_path, *small, "--stash", "auto").out
 
@@ -140,96 +127,40 @@ def test_several_devices(tmp_path, capsys):
     assert name.endswith(":1") and set(other) == {*DEVICE_NAMES, "total"}
     assert other["shell"]["peak"] == 0 < other["total"]["peak"] < two["device"]["total"]["peak"]
     assert two["busy"]["update"] == one["busy"]["update"] and two["busy"]["download"] < one["busy"]["download"]
-    text = estimated(capsys, tmp_path, *flags, "--devices", "2").out
-    assert "8 rows in micro-batches of 2" in text and "data parallel" in text  # two for each device
 
 
 # ---- of several ranks
 
 
-def test_ranks_share_what_is_in_the_memory_of_their_host(tmp_path, capsys):
-    """Each has a batch of its own."""
-    one = estimated(capsys, tmp_path, "--json").json
-    four = estimated(capsys, tmp_path, "--ranks", "4", "--json").json
-    assert one["ranks"] is None and four["host"] == {**one["host"], **{n: four["host"][n] for n in ("total", OTHER)}}
-    found, names = four["ranks"], {name: size["peak"] for name, size in four["host"].items()}
+def test_ranks_share_what_is_in_the_memory_of_their_host_and_add_on_it_or_on_devices(tmp_path, capsys):
+    """Each has a batch of its own, and 4 bytes of a sum per parameter come to the host, and not 4 of each rank, which
+    are read again. Accumulated batches are not merged: the masters are updated once."""
+    flags = [*machine(tmp_path), "--json"]
+    one = estimated(capsys, tmp_path, *flags, rows=1).json
+    host, device, three = (
+        estimated(capsys, tmp_path, *flags, "--ranks", "4", *more, rows=1).json
+        for more in ([], ["--l2l_reduce", "device"], ["--gradient_accumulation_steps", "3"])
+    )
+    assert one["ranks"] is None and host["rows"] == device["rows"] == three["rows"] == 1
+    found, names = host["ranks"], {name: size["peak"] for name, size in host["host"].items()}
     shared = sum(names[name] for name in ("masters", "gradients", "moments", "copies", "norm rooms"))
     own = names["total"] - shared + found["landing_bytes"]
     assert (found["shared_bytes"], found["host_bytes"]) == (shared, shared + 4 * own)
-    assert found["seconds_per_step"] is found["network_seconds"] is None
-    text = estimated(capsys, tmp_path, *machine(tmp_path), "--ranks", "4").out
-    assert "4 ranks hold " in text and "A step of 4 ranks takes" in text
-
-
-def test_slots_of_ranks_have_room_for_small_parameters_in_no_layer(capsys):
-    """Embedding, head and last norm of this model are larger together than a layer. Devices need no slots."""
-    flags = ["--params", "1e6", "--layers", "8", "--hidden", "64", "--vocab", "2e3", "--tokens", "8", "--json"]
-    told = ran(capsys, "estimate", *flags, "--ranks", "2").json
-    assert told["model"] is None and 0.97e6 < told["host"]["masters"]["peak"] / 4 < 1.03e6
-    assert told["ranks"]["landing_bytes"] == 2 * 4 * (2 * 2000 * 64 + 64)
-
-
-def test_ranks_do_not_merge_batches(tmp_path, capsys):
-    """They run one by one, and the masters are updated once."""
-    flags = [*machine(tmp_path), "--ranks", "2", "--json"]
-    one, three = (
-        estimated(capsys, tmp_path, *flags, *more).json for more in ([], ["--gradient_accumulation_steps", "3"])
-    )
-    assert one["rows"] == three["rows"] == 4
-    assert three["busy"]["download"] == pytest.approx(3 * one["busy"]["download"])
-    assert three["busy"]["update"] == pytest.approx(one["busy"]["update"])
-    assert 2 < three["ranks"]["seconds_per_step"] / one["ranks"]["seconds_per_step"] <= 3.01
-    updates = 30 * one["host"]["masters"]["peak"] / 4
-    assert three["ranks"]["moved_bytes"] - updates == pytest.approx(3 * (one["ranks"]["moved_bytes"] - updates))
-
-
-def test_devices_of_a_rank_share_its_batch(tmp_path, capsys):
-    flags = [*machine(tmp_path), "--ranks", "4"]
-    one = estimated(capsys, tmp_path, *flags, "--json").json
-    two = estimated(capsys, tmp_path, *flags, "--devices", "2", "--json").json
-    assert one["rows"] == two["rows"] == 4 and len(two["other_devices"]) == 1
-    assert one["ranks"]["device_bytes"] > 0 == two["ranks"]["device_bytes"]
-    assert two["ranks"]["seconds_per_step"] == pytest.approx(two["seconds_per_step"], rel=0.3), "of both devices"
-    text = estimated(capsys, tmp_path, *flags, "--devices", "2").out
-    assert "each with 2 devices" in text and "data parallel" not in text
-
-
-def test_ranks_add_on_their_devices_or_on_the_host(tmp_path, capsys):
-    """4 of a sum per parameter come to the host, and not 4 of each rank, which are read again. A budget chooses what
-    ranks can run: nothing is resident, and there is room for sums on the devices."""
-    budget = [*machine(tmp_path), "--budget", "300KB", "--json"]
-    flags = [*machine(tmp_path), "--json", "--ranks", "4", "--l2l_reduce"]
-    host, device = (estimated(capsys, tmp_path, *flags, where, rows=1).json for where in ("host", "device"))
-    gradients = host["host"]["gradients"]["peak"]
-    assert host["ranks"]["moved_bytes"] - device["ranks"]["moved_bytes"] == 2 * 4 * gradients
-    assert device["ranks"]["landing_bytes"] == 0 < host["ranks"]["landing_bytes"]
-    assert "resident" in estimated(capsys, tmp_path, *budget, rows=1).json["chosen"]
-    for where in ("device", "host"):
-        ranks = estimated(capsys, tmp_path, *budget, "--ranks", "4", "--l2l_reduce", where, rows=1).json
-        assert not {"resident", "resident_layers"} & ranks["chosen"].keys()
-        assert ranks["device"]["total"]["peak"] + ranks["ranks"]["device_bytes"] <= 300_000
-        assert (ranks["ranks"]["device_bytes"] > 0) == (where == "device")
+    assert found["moved_bytes"] - device["ranks"]["moved_bytes"] == 2 * 4 * names["gradients"]
+    assert device["ranks"]["landing_bytes"] == 0 < found["landing_bytes"]
+    assert three["busy"]["download"] == pytest.approx(3 * host["busy"]["download"])
+    assert three["busy"]["update"] == pytest.approx(host["busy"]["update"])
 
 
 def test_several_hosts(tmp_path, capsys):
     """Each has all masters, and a part of the sums and moments; the network takes its time."""
-    flags = [*machine(tmp_path), "--ranks", "2", "--json"]
-    one, two = (estimated(capsys, tmp_path, *flags, "--hosts", hosts).json for hosts in ("1", "2"))
+    flags = [*machine(tmp_path), "--ranks", "2", "--json", "--hosts"]
+    one, two = (estimated(capsys, tmp_path, *flags, *hosts).json for hosts in (["1"], ["2", "--network", "0.1"]))
     state = sum(one["host"][name]["peak"] for name in ("gradients", "moments"))
     assert one["ranks"]["shared_bytes"] - two["ranks"]["shared_bytes"] == state // 2
-    assert two["ranks"]["seconds_per_step"] is two["ranks"]["network_seconds"] is None
-    fast, slow = (
-        estimated(capsys, tmp_path, *flags, "--hosts", "2", "--network", each).json["ranks"] for each in ("1e6", "0.1")
-    )
     masters = one["host"]["masters"]["peak"]
-    assert slow["network_seconds"] == pytest.approx(2 * masters / 2 / (0.1e9 / 8))
-    assert (fast["bound"], slow["bound"]) == (one["ranks"]["bound"], "network")
-    assert fast["seconds_per_step"] == pytest.approx(one["ranks"]["seconds_per_step"], rel=0.1)
-    assert slow["seconds_per_step"] >= slow["network_seconds"] and fast["times_as_many"] > 3.5
-    text = estimated(capsys, tmp_path, *flags[:-1], "--hosts", "2").out
-    assert "Each of 2 hosts, with 2 ranks, holds" in text and "give --network" in text
-    text = estimated(capsys, tmp_path, *flags[:-1], "--hosts", "2", "--network", "10").out
-    assert "A step of 2 hosts with 2 ranks each takes" in text
+    assert two["ranks"]["network_seconds"] == pytest.approx(2 * masters / 2 / (0.1e9 / 8))
+    assert two["ranks"]["seconds_per_step"] >= two["ranks"]["network_seconds"] and two["ranks"]["bound"] == "network"
 
 
 # ---- with a budget, and with the memory of a host
@@ -244,27 +175,13 @@ def test_a_plan_keeps_within_the_budget(tmp_path, capsys):
     assert "ubatch_size" not in bound["chosen"] and bound["seconds_per_step"] <= found["seconds_per_step"]
     small = estimated(capsys, tmp_path, *flags, "10KB", rows=2)
     assert small.status == 2 and "needed at least, with " in small.err and "--ubatch_size 1 " in small.err
-    smallest = small.err.split()[-1]
-    assert estimated(capsys, tmp_path, *flags, smallest, "--json", rows=2).json["chosen"]["stash"] == "host"
-    bound = estimated(capsys, tmp_path, *flags, smallest, "--stash", "device", rows=2)
-    assert bound.status == 2 and "stash" not in bound.err.partition("needed at least, with ")[2]
 
 
 def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
     """A card that does not multiply in bf16 computes in fp16. With it, the largest model of the host is told. The host
     is so large that what this process takes, which tests before have an effect on, is of no account."""
-    flags = [
-        "--card",
-        "V 100",
-        "--host-memory",
-        "1TiB",
-        "--tokens",
-        "64",
-        "--per_device_train_batch_size",
-        "1",
-        "--json",
-    ]
-    found = ran(capsys, "estimate", written(tmp_path, LLAMA), *flags).json
+    flags = ["--card", "V 100", "--host-memory", "1TiB", "--tokens", "64", "--per_device_train_batch_size", "1"]
+    found = ran(capsys, "estimate", written(tmp_path, LLAMA), *flags, "--json").json
     fit = found["fit"]
     assert list(fit) == [*SETTINGS, ON_DISK, LORA] and found["chosen"] is not None
     assert all(each["fits"] and each["host_bytes"] < 2**40 for each in fit.values())
@@ -274,25 +191,9 @@ def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
     assert fit["cmp"]["seconds_per_step"] < fit["fp32"]["seconds_per_step"] == found["seconds_per_step"]
     assert fit["cmp"]["seconds_per_step"] < fit[ON_DISK]["seconds_per_step"], "the assumed disk bounds it"
     assert fit[LORA]["seconds_per_step"] > 0
-    assert fit[ON_DISK]["options"] == {
-        **{"cmp": "fp16", "l2l_grad_dtype": "16bit", "l2l_moment_dtype": "bf16"},
-        **{"l2l_host_copies": "per_sweep", "l2l_state_tier": "disk"},
-    }
+    assert fit[ON_DISK]["options"].items() >= {"cmp": "fp16", "l2l_state_tier": "disk"}.items()
     assert any("assumed figures, not measured ones, of the V100" in note for note in found["notes"])
     assert all(each["parameters"] > each["layers"] > 0 for each in found["largest"].values())
-
-
-def test_a_setting_is_what_the_estimate_of_its_options_says(tmp_path, capsys):
-    """With no card, there is no plan, so that the options are the same, those of the user among them."""
-    own = ["--ubatch_size", "2", "--stash", "host", "--l2l_kept_weights", "1", "--cmp", "bf16", "--json"]
-    fit = estimated(capsys, tmp_path, *own, "--host-memory", "1TiB").json["fit"]
-    assert "fp32" not in fit
-    flags = ["--l2l_grad_dtype", "16bit", "--l2l_moment_dtype", "bf16"]
-    alone = estimated(capsys, tmp_path, *own, *flags).json
-    known = fit["cmp, 16-bit gradients, bf16 moments"]
-    most = max(phase["host"] for phase in alone["phases"]["l2l"].values()) + alone["host"][OTHER]["peak"]
-    assert known["host_bytes"] == pytest.approx(most, abs=2**26)
-    assert known["device_bytes"] is known["seconds_per_step"] is None
 
 
 def test_a_budget_that_one_setting_meets_is_no_error():
@@ -314,28 +215,6 @@ def test_a_budget_that_one_setting_meets_is_no_error():
         fits(run, run.config, 2**40, least // 2, MACHINE)
 
 
-LARGEST = {"cmp": SimpleNamespace(parameters=10**9, layers=8), "fp32": SimpleNamespace(parameters=0, layers=0)}
-
-
-def test_whether_it_fits_is_a_table_whose_last_line_is_the_answer(capsys):
-    size = SimpleNamespace(host=0, device=0, files=0)
-    found: Any = SimpleNamespace(plain=0, plain_checkpointing=0, phases={"l2l": {"train": size}}, largest=LARGEST)
-    too_large, short = Fit(2**34, False, 2**31, 4.0), Fit(2**30, True, 2**31, 2.0, {"cmp": "bf16"})
-    for settings, first, last in (
-        ({"fp32": too_large, "cmp": short}, "fp32 16.0 GiB no 2.0 GiB 4 130", "fits with --cmp bf16, 2 s per step"),
-        ({"fp32": Fit(2**40, False)}, "fp32 1024.0 GiB no", "does not fit: at least 1024.0 GiB of host memory"),
-        ({"fp32": Fit(2**20, True)}, "fp32 1.0 MiB yes", "fits with the options as they are"),
-        ({LORA: Fit(2**20, True, None, 2.0)}, "LoRA, 16-bit base 1.0 MiB yes 2 260", "fits with adapters only (LoRA"),
-    ):
-        fit = Fits(2**30, 2**32, 512, settings)
-        show(argparse.Namespace(plot=None, json=False), Told(found, None, None, None, None, fit))
-        shown = capsys.readouterr().out.splitlines()
-        begin = shown.index("Does it fit 1.0 GiB of host memory and 4.0 GiB of the device?")
-        rows = [" ".join(line.split()) for line in shown[begin + 2 : -1]]
-        assert len(rows) == len(settings) and rows[0] == first and shown[-1].startswith(f"It {last}")
-        assert "1.0 B parameters in 8 layers" in shown[begin - 2] and shown[begin - 1].endswith("no layer fits.")
-
-
 # ---- bad input
 
 
@@ -344,30 +223,10 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
     without the token that begins them."""
     source = written(tmp_path / "model", SMALL)
     for flags, said in (
-        (["--budget", "8 bananas"], "--budget must be a size with its unit"),
         (["--l2l_boundary", "host"], "--l2l_boundary host passes what is in the stash"),
-        (["--gradient_accumulation_steps", "0"], "must be at least 1 (got 0)"),
-        (["--host-memory", "64"], "--host-memory must be a size with its unit"),
-        (["--optim", "?"], "use adamw_torch or sgd"),
-        (["--bf16", "maybe"], "must be True or False"),
-        (["--optim", "lomo"], "cannot be used with L2L"),
         (["--class", "AutoModel"], "set --class to a class with a head"),
-        (["--layers", "x"], "must be a finite number"),
-        (["--params", "inf"], "must be a finite number"),
-        (["--ranks", "0"], "--ranks must be at least 1"),
-        (["--hosts", "0"], "--hosts must be at least 1"),
-        (["--network", "100"], "for the time of a step of several hosts"),
-        (["--hosts", "2", "--ranks", "2", "--l2l_reduce", "device"], "--l2l_reduce device adds gradients on"),
         (["--card", "rtx409"], "did you mean rtx4090?"),
-        (["--card", "abacus"], "measure yours with --probe"),
-        (["--card", "a100", "--probe"], "each give the machine's figures"),
     ):
         assert said in refused(capsys, "estimate", source, *flags)
-    assert "with fp32, bf16" in refused(capsys, "estimate", source, *machine(tmp_path), "--cmp", "fp16")
-    of_cpu = machine(tmp_path, **dict.fromkeys(("link_up", "link_down", "link_up_both", "link_down_both")))
-    assert "whose device has memory of its own" in refused(capsys, "estimate", source, *of_cpu)
     t5 = written(tmp_path / "t5", T5, decoder_start_token_id=None)
     assert "on tensors without values, which failed" in refused(capsys, "estimate", t5, "--tokens", "8")
-    numbers = ["--params", "1e3", "--layers", "2", "--vocab", "1e3", "--hidden"]
-    assert "(got 1000); give at least 161,152" in refused(capsys, "estimate", *numbers, "64")
-    assert "(got 100); give 128" in refused(capsys, "estimate", *numbers, "100")

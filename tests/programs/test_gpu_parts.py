@@ -5,51 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from argparse import Namespace
-from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmark_output import refused
 from benchmarks import gpu, gpu_report, gpu_rows
-from tiers import nightly
 
 RUNNER = Path(gpu.__file__)
 ROOT = RUNNER.parent.parent
-
-
-# ---- the rehearsal
-
-
-def rehearsed(folder: Path, *parts: str) -> list[gpu_rows.Row]:
-    """The rows of a rehearsal in a process of its own, in which nothing failed."""
-    asked = [sys.executable, str(RUNNER), *parts, "--rehearse", "--out", str(folder)]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stdout[-3000:] + (folder / "log.txt").read_text()[-3000:]
-    assert done.stdout.splitlines()[-1] == "nothing failed" and len(done.stdout) < 12_000
-    files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    assert len(files) <= 8 and max(files.values()) < 16 * 2**20
-    rows = gpu_rows.read(folder / "gpu.jsonl")
-    assert {row["how"] for row in gpu_report.of_kind(rows, "part")} == {"ended"}
-    return rows
-
-
-@nightly
-def test_the_probe_is_rehearsed(tmp_path):
-    """Other parts are run in `tests/sim/test_benchmarks.py`, where the simulated accelerator is there already."""
-    rows = rehearsed(tmp_path, "probe")
-    kinds = Counter(row["kind"] for row in rows)
-    assert (kinds["call"], kinds["environment"], kinds["process"], kinds["part"]) == (1, 1, 1, 1)
-    probed = {row["name"]: row for row in gpu_report.of_kind(rows, "probe")}
-    assert probed["page-locking"]["code"] == 0
-    second = probed["second registration of the same address"]
-    assert (second["code"], second["next_kernel"]) == (712, "ran")
-    assert {"link_up, bytes/s", "dram, bytes/s", "attention, FLOP/s"} <= probed.keys()
-    assert (
-        (tmp_path / "gpu.md").read_text().startswith("# A few minutes of sim:0, a rehearsal: its figures mean nothing")
-    )
 
 
 # ---- the plan
@@ -59,13 +23,12 @@ def test_the_plan_is_over_in_time(stub, monkeypatch, capsys):
     """A rehearsal says so if it is not."""
     monkeypatch.setenv("QUICK", "")
     assert 60 * gpu.parsed([]).minutes == 570
+    assert gpu.parsed(["1b-cmp", "probe"]).parts == ["probe", "1b-cmp"], "in the order of their worth"
     assert gpu.main(["--rehearse", "--out", str(stub)]) == 0
     rows = gpu_rows.read(stub / "gpu.jsonl")
     assert [row["part"] for row in gpu_report.of_kind(rows, "process")] == ["probe", "8b", "1b-fsdp2"]
     pids = {row["name"]: row["pid"] for row in gpu_report.of_kind(rows, "ran")}
     assert pids["probe"] == pids["1b-cmp"] and len({pids[name] for name in ("probe", "8b", "1b-fsdp2")}) == 3
-    starts = gpu.FIRST_START_S + 2 * gpu.START_S
-    assert gpu_report.seconds(rows)[-1][2] == sum(p.seconds for p in gpu.PLAN.values()) + starts + gpu.END_S <= 570
     monkeypatch.setitem(gpu.PLAN, "1b-cmp", gpu.PLAN["1b-cmp"]._replace(seconds=600.0))
     capsys.readouterr()
     assert gpu.main(["1b-cmp", "--rehearse", "--out", str(stub)]) == 1
@@ -81,42 +44,6 @@ def test_the_tests_of_the_plan_are_there():
         assert not function or f"\ndef {function}(" in (ROOT / file).read_text()
         assert (ROOT / file).is_file() and file.split("/")[1] in ("gpu", "engine", "trainer")
     assert sorted(gpu.OF_CUDA) == sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py"))
-
-
-def test_each_test_has_one_row_and_those_with_a_row_are_left_out(tmp_path):
-    file, rows = tmp_path / "test_some.py", tmp_path / "rows.jsonl"
-    file.write_text(
-        "import pytest\n"
-        "@pytest.mark.parametrize('x', [0, 1])\ndef test_a(x): assert x\n"
-        "def test_b(): pytest.skip('why')\n"
-    )
-    (tmp_path / "test_other.py").write_text("import a_package_that_is_not_here\n")
-    text = "import sys; from pathlib import Path; from benchmarks import gpu_tests\n"
-    text += "print('it', gpu_tests.run(sys.argv[2:], Path(sys.argv[1]), rehearse=False))"
-    found = []
-    for _ in range(2):
-        asked = [sys.executable, "-c", text, str(rows), str(tmp_path)]
-        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "it ended", done.stdout
-        found.append([(row["name"].rpartition("/")[2], row["outcome"]) for row in gpu_rows.read(rows, "test")])
-        file.write_text(file.read_text() + "def test_c(): pass\n")
-    broken = ("test_other.py", "error in collection")
-    outcomes = {"a[0]": "failed", "a[1]": "passed", "b": "skipped"}
-    assert found[0] == [broken, *((f"test_some.py::test_{name}", how) for name, how in outcomes.items())]
-    assert found[1] == [*found[0], broken, ("test_some.py::test_c", "passed")]
-
-
-def test_parts_run_in_the_order_of_their_worth(capsys):
-    """The process that watches them does not import torch."""
-    assert gpu.parsed(["1b-cmp", "probe"]).parts == ["probe", "1b-cmp"]
-    assert gpu.parsed([]).parts == list(gpu.PLAN)
-    assert gpu.parsed(["--rehearse"]).minutes == 60
-    found = gpu.surroundings(gpu.parsed(["--rehearse"]))
-    assert (found["HF_HUB_OFFLINE"], found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("1", "", "1")
-    assert f"must be one of {', '.join(gpu.PLAN)} (got prob)" in refused(gpu.main, ["prob"], capsys)
-    assert "--minutes must be above 0" in refused(gpu.main, ["probe", "--minutes", "0"], capsys)
-    asked = "import sys; from benchmarks import gpu; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=True)
 
 
 # ---- a call that is cut
@@ -150,8 +77,7 @@ for line in sys.stdin:
         write("test", name=test, outcome="passed", seconds=1.5, message="")
         if test == "a":
             os._exit(70)
-    how = "the device does not page-lock memory" if "REFUSES" in os.environ else "ended"
-    print(f"gpu_worker: {how}", flush=True)
+    print("gpu_worker: ended", flush=True)
 """
 
 
@@ -181,7 +107,7 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-def test_a_part_that_hangs_or_ends_its_process_ends_no_other(stub, monkeypatch, capsys):
+def test_a_part_that_hangs_or_ends_its_process_ends_no_other(stub, monkeypatch):
     short = {name: part._replace(seconds=-9.0) for name, part in gpu.PLAN.items()}  # twice that, and 20 s: 2 s
     monkeypatch.setattr(gpu, "PLAN", short)
     parts = ["probe", "1b-trainer", "1b-whole", "1b-cmp"]
@@ -191,8 +117,6 @@ def test_a_part_that_hangs_or_ends_its_process_ends_no_other(stub, monkeypatch, 
     assert [row["name"] for row in gpu_rows.read(stub / "gpu.jsonl", "ran")] == parts
     [child] = gpu_rows.read(stub / "gpu.jsonl", "child")
     assert has_ended(child["pid"])
-    last = capsys.readouterr().out.splitlines()[-3:]
-    assert last == ["2 failed:", "1b-trainer: stopped after 2 s", "1b-whole: its process ended with 5"]
     assert "- 1b-whole: its process ended with 5" in (stub / "gpu.md").read_text()
 
 
@@ -203,18 +127,6 @@ def test_tests_go_on_in_another_process(stub):
     outcomes = [(row["name"], row["outcome"]) for row in gpu_report.of_kind(rows, "test")]
     assert outcomes == [("a", "passed"), ("b", "died"), ("c", "passed")]
     assert how_of(stub) == {"smoke": "ended"} and len(gpu_report.of_kind(rows, "process")) == 3
-
-
-def test_what_has_no_time_left_is_not_begun(stub, monkeypatch):
-    """All but 20 seconds of the tests can be left out. Tests have a limit, too, but for the last ones."""
-    monkeypatch.setattr(gpu, "PLAN", {name: part._replace(seconds=200.0) for name, part in gpu.PLAN.items()})
-    assert gpu.main(["1b-cmp", "suite", "--out", str(stub), "--minutes", "2"]) == 0
-    assert how_of(stub) == {"1b-cmp": "not begun: no time was left (it needs about 215 s)", "suite": "ended"}
-    options = Namespace(rehearse=False, minutes=0.1, out=stub, parts=["1b-trainer"])
-    call = gpu.Call(options, None)
-    call.end_at = time.monotonic()
-    assert call.left_s <= 0 and call.needed_s("tests") == 20 + gpu.START_S
-    assert [call.limit_s(name) for name in ("1b-cmp", "tests", "suite")] == [420.0, 420.0, float("inf")]
 
 
 def test_a_call_ends_in_time(stub, monkeypatch):
@@ -228,16 +140,6 @@ def test_a_call_ends_in_time(stub, monkeypatch):
         "8b": "not begun: no time was left (it needs about 0 s)",
     }
     assert time.monotonic() - start < 30
-
-
-def test_without_page_locked_memory_nothing_else_is_run(stub, monkeypatch, capsys):
-    monkeypatch.setenv("REFUSES", "")
-    assert gpu.main(["probe", "1b-cmp", "--out", str(stub)]) == 1
-    assert how_of(stub) == {
-        "probe": gpu.REFUSED,
-        "1b-cmp": "not run: other copies would be measured than those of training",
-    }
-    assert len(gpu_rows.read(stub / "gpu.jsonl", "ran")) == 1
 
 
 def test_a_runner_that_is_stopped_stops_its_worker(stub):
@@ -269,6 +171,3 @@ def test_rows_are_read_whatever_happened_to_the_last_line(tmp_path):
     gpu_rows.append(file, "end", how="killed")
     assert gpu_rows.read(file) == [{"kind": "row", "value": 1}, {"kind": "end", "how": "killed"}]
     assert gpu_rows.read(file, "row") == [{"kind": "row", "value": 1}]
-    assert gpu_rows.read(tmp_path / "none.jsonl") == []
-    gpu_rows.cut(file, 10)
-    assert file.stat().st_size == 10 and file.read_text().endswith('killed"}\n')

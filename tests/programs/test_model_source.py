@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from hf_l2l.model_source import class_for, load_config, load_shapes, shapes_of
+from hf_l2l.model_source import load_config, load_shapes
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -37,25 +37,16 @@ def refused(source: str, **options: Any) -> str:
     return text
 
 
-def test_a_folder_and_a_file(tmp_path):
-    written(tmp_path, {**LLAMA, "architectures": ["LlamaForCausalLM"]})
-    for source in (tmp_path, str(tmp_path), str(tmp_path / "config.json")):
-        model = load_shapes(source)
-        assert type(model) is transformers.LlamaForCausalLM
-        assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.float32)}
-    assert load_config(tmp_path).num_hidden_layers == 2
-
-
 def test_the_class(tmp_path):
     for architectures, asked, kind in (
-        ([], None, "LlamaModel"),
         (["Unknown"], None, "LlamaModel"),
         (["Unknown", "LlamaForCausalLM"], None, "LlamaForCausalLM"),
         (["LlamaForCausalLM"], "AutoModelForSequenceClassification", "LlamaForSequenceClassification"),
-        (["LlamaForCausalLM"], "LlamaForTokenClassification", "LlamaForTokenClassification"),
     ):
         source = written(tmp_path, {**LLAMA, "architectures": architectures})
-        assert type(load_shapes(source, model_class=asked)).__name__ == kind
+        for place in (source, tmp_path, tmp_path / "config.json"):
+            model = load_shapes(place, model_class=asked)
+            assert type(model).__name__ == kind and {p.device.type for p in model.parameters()} == {"meta"}
 
 
 def test_another_dtype(tmp_path):
@@ -63,31 +54,20 @@ def test_another_dtype(tmp_path):
     source = written(tmp_path, {**LLAMA, "dtype": "bfloat16"})
     assert next(load_shapes(source).parameters()).dtype == torch.float32
     assert next(load_shapes(source, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
-    refused(source, model_class="BertModel", dtype=torch.bfloat16)
-    assert torch.get_default_dtype() == torch.float32
-
-
-def test_what_is_no_class_of_models(tmp_path):
-    source = written(tmp_path, LLAMA)
-    for name in ("Unknown", "LlamaConfig", "AutoTokenizer", "logging"):
-        text = refused(source, model_class=name)
-        assert text.startswith("--class must be a class of models") and f"(got {name!r})" in text
-    text = refused(source, model_class="BertModel")
+    text = refused(source, model_class="BertModel", dtype=torch.bfloat16)
     assert "BertModel must be able to make a model of this config (got AttributeError" in text
-    assert "choose another class with --class" in text
+    assert refused(source, model_class="LlamaConfig").startswith("--class must be a class of models")
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_configs_that_are_refused(tmp_path):
     for content, said in (
         ("{", "must be a file of JSON"),
-        ([], "must have the field model_type"),
         ({"hidden_size": 16}, "must have the field model_type"),
         ({"model_type": "llama"}, "of model_type 'llama' without num_hidden_layers and hidden_size); add them"),
         ({k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}, "without num_hidden_layers); add it"),
-        ({"model_type": "t5", "d_model": 16}, "of model_type 't5' without num_layers); add it"),
         ({**LLAMA, "model_type": "unknown"}, "has model type `unknown`"),
         ({**LLAMA, "hidden_size": "wide"}, "'hidden_size' expected int, got str"),
-        ({**LLAMA, "num_attention_heads": 3}, "not a multiple of the number of attention heads"),
         ({**LLAMA, "hidden_size": -4, "head_dim": 4}, "correct the fields that it names"),
         ({**LLAMA, "model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "pass --trust-remote-code"),
     ):
@@ -96,57 +76,32 @@ def test_configs_that_are_refused(tmp_path):
 
 def test_other_names_of_sizes_and_what_every_config_saves_are_enough(tmp_path):
     for content in (
-        {"model_type": "bloom", "n_embed": 16, "n_layer": 2, "n_head": 2},
         {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]},
         {"model_type": "bart", "d_model": 16, "encoder_layers": 2, "decoder_layers": 2},
         {"model_type": "clip", "text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}},
     ):
         assert next(load_shapes(written(tmp_path, content)).parameters()).is_meta
-    for kind in (transformers.BertConfig, transformers.LlamaConfig, transformers.T5Config, transformers.CLIPConfig):
-        kind().save_pretrained(tmp_path)
-        assert type(load_config(tmp_path)) is kind
+    transformers.CLIPConfig().save_pretrained(tmp_path)
+    assert type(load_config(tmp_path)) is transformers.CLIPConfig
 
 
 def test_what_is_not_there_is_refused(tmp_path):
     """A broken file in GGUF, or one that cannot be read without the package gguf, too."""
-    for source in ("./none", "none.json", "a/b/c", "/none/at/all"):
+    for source in ("./none", "a/b/c"):
         assert f"(got {source!r}, and there is no such file or folder)" in refused(source)
-    for source in ("bert-base-cased", "nobody/nothing"):
-        text = refused(source)
-        assert "HF_HUB_OFFLINE is set" in text and f"hf download {source} config.json" in text
+    text = refused("nobody/nothing")
+    assert "HF_HUB_OFFLINE is set" in text and "hf download nobody/nothing config.json" in text
     assert "which has none" in refused(str(tmp_path))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     assert f"must be able to make a config of {str(file)!r} (got " in refused(str(file))
 
 
-def test_a_package_that_is_missing(tmp_path, monkeypatch):
-    for missing, name, remedy in (
-        ("Please install torch and gguf>=0.10.0 to load a GGUF checkpoint", "model.gguf", "pip install gguf"),
-        ("No module named 'timm'", "config.json", "install what it names"),
-    ):
-
-        def fails(*args: Any, said: str = missing, **kwargs: Any) -> None:
-            raise ImportError(said)
-
-        monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fails)
-        (tmp_path / name).write_text('{"model_type": "bert"}')
-        text = refused(str(tmp_path / name))
-        assert f"(got ImportError: {missing}); " in text and text.endswith(remedy)
-
-
 def test_an_adapter_is_no_model(tmp_path):
     for content, remedy in (
         ('{"base_model_name_or_path": "some/base"}', "give that: some/base"),
-        ("{}", "give it; adapter_config.json does not name it"),
         ("no JSON", "give it; adapter_config.json does not name it"),
     ):
         (tmp_path / "adapter_config.json").write_text(content)
         text = refused(str(tmp_path))
         assert text.startswith("an adapter is a part of its base model (got ") and text.endswith(f"); {remedy}")
-
-
-def test_a_model_of_a_config():
-    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
-    assert class_for(config) is transformers.AutoModel
-    assert type(shapes_of(config)) is transformers.BertModel

@@ -34,24 +34,17 @@ def test_columns_are_chosen(tiny_model, tmp_path):
     """For training, evaluation and prediction; a test file needs no labels."""
     unlabelled = [{name: row[name] for name in ("answer", "question")} for row in REVIEWS[:3]]
 
-    def asked(extension: str) -> list[str]:
-        files = {
-            "train_file": write(tmp_path / f"train.{extension}", REVIEWS),
-            "validation_file": write(tmp_path / f"dev.{extension}", REVIEWS),
-            "test_file": write(tmp_path / f"test.{extension}", unlabelled),
-        }
-        return command(tiny_model, tmp_path, **files, **CHOSEN, do_predict=True, pad_to_max_length=False)
-
-    for extension in ("csv", "json"):
-        trainer = trainer_of(asked(extension))
-        row = trainer.train_dataset[0]
-        assert trainer.processing_class.decode(row["input_ids"]) == "[CLS] is it good [SEP] the film was bad [SEP]"
-        assert row["token_type_ids"] == [0] * 5 + [1] * 5
-        assert trainer.eval_dataset["labels"] == [row["verdict"] for row in REVIEWS]
-    assert "eval_accuracy" in run_glue_l2l.main(asked("csv"))
+    files = {f"{name}_file": write(tmp_path / f"{name}.csv", REVIEWS) for name in ("train", "validation")}
+    files["test_file"] = write(tmp_path / "test.csv", unlabelled)
+    asked = command(tiny_model, tmp_path, **files, **CHOSEN, do_predict=True, pad_to_max_length=False)
+    trainer = trainer_of(asked)
+    row = trainer.train_dataset[0]
+    assert trainer.processing_class.decode(row["input_ids"]) == "[CLS] is it good [SEP] the film was bad [SEP]"
+    assert row["token_type_ids"] == [0] * 5 + [1] * 5
+    assert trainer.eval_dataset["labels"] == [row["verdict"] for row in REVIEWS]
+    assert "eval_accuracy" in run_glue_l2l.main(asked)
     lines = (tmp_path / "out" / "predict_results.txt").read_text().splitlines()
     assert len(lines) == 1 + len(unlabelled)
-    assert {line.split("\t")[1] for line in lines[1:]} <= {"0", "1"}
 
 
 def test_a_column_called_label_is_a_text_while_another_one_has_the_labels():
@@ -66,13 +59,6 @@ def test_a_column_called_label_is_a_text_while_another_one_has_the_labels():
     assert [data.test[""][name][:] for name in data.text_columns] == [["fine"], ["c"]]
     where.text_columns = None
     assert assembled({"train": parts["train"]}, {"train": "t.csv"}, where).text_columns == ("note",)
-    where.text_columns = ["label"]
-    for texts, said in (([1, 0], "column 'label' must hold text"), ([None, "a"], "column 'label' must have text")):
-        with pytest.raises(ValueError, match=said):
-            assembled({"train": Dataset.from_dict({**rows, "label": texts})}, {"train": "t.csv"}, where)
-    parts["test"] = parts["test"].remove_columns("label")
-    with pytest.raises(ValueError, match="p.csv must have the text column 'label'"):
-        assembled(parts, {"train": "t.csv", "test": "p.csv"}, where)
 
 
 def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path):
@@ -82,43 +68,33 @@ def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path):
         "output_dir": str(tmp_path / "out"),
         "do_train": "true",
         "max_steps": "3",
-        "warmup_ratio": "0.1",
-        "logging_dir": None,
         "simulate": None,
-        "learning_rate": 3e-5,
         "save_steps": 7,
         "l2l_layer_classes": ["BertLayer"],
         "lr_scheduler_kwargs": {"last_epoch": -1},
         "use_cpu": False,
         "label_column": "verdict",
-        "is_regression": False,
     }
     for columns in ("question,answer", ["question", "answer"]):
         (tmp_path / "options.json").write_text(json.dumps({**written, "text_columns": columns}), encoding="utf-8")
         options = run_glue_l2l.parse_options([str(tmp_path / "options.json"), "--save_steps", "9", "--use_cpu"])
-        data, args = options.data, options.training
-        assert (data.text_columns, data.label_column, data.is_regression) == (["question", "answer"], "verdict", False)
-    assert (args.do_train, args.max_steps, args.warmup_steps, args.use_cpu) == (True, 3, 0.1, True)
-    assert (args.learning_rate, args.save_steps, args.l2l_layer_classes) == (3e-5, 9, ["BertLayer"])
-    assert args.lr_scheduler_kwargs == {"last_epoch": -1}
-    assert not {"logging_dir", "simulate"} & options.given.keys()
+        assert (options.data.text_columns, options.data.label_column) == (["question", "answer"], "verdict")
+    args = options.training
+    assert (args.do_train, args.max_steps, args.use_cpu, args.save_steps) == (True, 3, True, 9)
+    assert (args.l2l_layer_classes, args.lr_scheduler_kwargs) == (["BertLayer"], {"last_epoch": -1})
 
 
 def test_columns_are_found_by_their_names():
     for columns, texts in (
         (["idx", "sentence", "label"], ("sentence",)),
-        (["label", "text", "source"], ("text",)),
         (["sentence2", "sentence1", "label"], ("sentence1", "sentence2")),
-        (["question", "sentence", "label"], ("question", "sentence")),
         (["premise", "hypothesis", "label", "idx"], ("premise", "hypothesis")),
         (["review", "label"], ("review",)),
         (["label", "headline", "body", "date"], ("headline", "body")),
     ):
         assert find_text_columns(columns, "train.csv") == texts
-    assert text_columns_of(["id", "text", "label"], None, None, "train.csv") == ("text",)
     assert text_columns_of(["id", "text", "label"], ["id", "text"], "stars", "train.csv") == ("id", "text")
     assert parsed_columns(["a", "b"]) == parsed_columns(["a,b"]) == parsed_columns("a, b") == ["a", "b"]
-    assert parsed_columns(["one"]) == ["one"] and parsed_columns(None) is None
 
 
 def test_columns_that_are_none_are_refused(tmp_path, capsys):
@@ -130,27 +106,12 @@ def test_columns_that_are_none_are_refused(tmp_path, capsys):
         ({**own, "label_column": "stars"}, "(got 'stars' for DIR/train.csv, whose columns are"),
         ({**own, "text_columns": "verdict"}, "--text_columns must be other columns than that of the labels"),
         ({**own, "text_columns": "id,question,answer"}, "; write --text_columns question,answer"),
-        ({**own, "text_columns": "question,question"}, "; write --text_columns question,answer"),
-        ({**own, "text_columns": "question,"}, "(got 'question,'); write --text_columns question,answer"),
         ({**own, "text_columns": "id"}, "column 'id' must hold text (got 0 in row 1 of DIR/train.csv)"),
         ({**task, "text_columns": "a"}, "--text_columns is for own data (got --task_name mrpc"),
-        ({**task, "is_regression": True}, "--is_regression is for own data"),
     ):
         found = refused(command("model", tmp_path, **{"do_eval": False, **options}), capsys)
         assert said in found.replace(str(tmp_path), "DIR")
         assert not (tmp_path / "out").exists()
-
-
-def test_slips_in_a_validation_file_are_named(tmp_path, capsys):
-    files = {"train_file": write(tmp_path / "t.csv", REVIEWS), "validation_file": write(tmp_path / "v.csv", ROWS)}
-    said = refused(command("model", tmp_path, **files, **CHOSEN), capsys)
-    assert f"(got 'verdict' for {tmp_path / 'v.csv'}, whose" in said
-    files = {
-        "train_file": write(tmp_path / "train.csv", labelled("Pos", "Neg")),
-        "validation_file": write(tmp_path / "dev.csv", labelled("Pos", "Neg ")),
-    }
-    said = refused(command("model", tmp_path, **files), capsys)
-    assert f"(got 'Neg ' in {tmp_path / 'dev.csv'})" in said and "correct it to 'Neg'" in said
 
 
 # ---- classes, or numbers
@@ -186,11 +147,8 @@ def test_what_is_a_regression(tmp_path, caplog):
         (
             (WHOLE, None, False, taken),
             (WHOLE, True, True, None),
-            (ROWS, True, True, None),
             (SCORED, None, True, left),
             (labelled(*map(float, range(21))), None, True, left),  # too many
-            (labelled(-1.0, 0.5), None, True, left),
-            (labelled(-1.0, 1.0), True, True, None),
             (SCORED, False, False, None),
             (ROWS, None, False, None),
         )
@@ -206,13 +164,12 @@ def test_what_is_a_regression(tmp_path, caplog):
 
 def test_labels_that_are_none_are_refused(tmp_path, capsys):
     """Among them classes that differ in case and white space only."""
-    odd = ((odd, times, where) for odd in ("pos", " Pos") for times, where in ((1, "row 7 of"), (2, "2 rows, the")))
     cases: list[tuple[list[Row], bool | None, str]] = [
         (NAMED, True, "needs labels that are numbers (got 'negative' in row 1 of FILE)"),
         (labelled(-1.0, 1.0), False, "renumber the classes from 0 (-1 as 0, 1 as 1)"),
-        (labelled(-1, 1), None, "or add --is_regression true"),
         (labelled(-1.0, 1.0), None, "or add --is_regression true"),
-        *((labelled(*["Pos", "Neg"] * 3, *[one] * times), None, f"(got {one!r} in {at}") for one, times, at in odd),
+        (labelled(*["Pos", "Neg"] * 3, "pos"), None, "(got 'pos' in row 7 of"),
+        (labelled(*["Pos", "Neg"] * 3, " Pos", " Pos"), None, "(got ' Pos' in 2 rows, the"),
     ]
     for number, (rows, is_regression, said) in enumerate(cases):
         file = write(tmp_path / f"train{number}.csv", rows)
@@ -228,7 +185,6 @@ def test_a_class_with_very_few_rows_is_warned_of(tmp_path, caplog):
 
     [said] = warnings_of("one", *["Pos", "Neg"] * 40, "Posi")
     assert said.startswith("class 'Posi' has 1 of the 81 rows of ")
-    assert warnings_of("three", *["Pos", "Neg"] * 40, *["neutral"] * 3) == []
     assert warnings_of("few", "Pos", "Neg", "neutral") == []
 
 
@@ -240,9 +196,7 @@ def test_columns_that_are_wanted_and_counts_tell_the_separator(tmp_path):
     for first, wanted, name in (
         ("review;a, b;verdict", (), "semicolons"),  # more of them than commas
         ("review, or text;verdict", ("verdict",), "semicolons"),  # as many, but a column is there with them only
-        ("review\ta, b\tverdict", ("other",), "tabs"),
         ("a;b;c,label", ("label",), None),
-        ('"a;b;c",note', ("label",), None),
         ("a;b,c;d,e", (), None),
     ):
         file.write_text(f"{first}\n", encoding="utf-8")
@@ -259,8 +213,7 @@ def test_another_separator_than_commas_is_named_with_what_converts_the_file(tmp_
     monkeypatch.chdir(tmp_path)
     for text, name, separator in (
         ("sentence;label\nthe film;0\n", "semicolons", ";"),
-        ("\ufeffsentence\tlabel\na, b\t0\n", "tabs", "\\t"),
-        ("sentence|label\r\na|0\r\n", "bars", "|"),
+        ("\ufeffsentence\tlabel\r\na, b\t0\r\n", "tabs", "\\t"),
     ):
         Path("rows.csv").write_text(text, encoding="utf-8")
         said = refused(command("model", tmp_path, train_file="rows.csv", do_eval=False), capsys)
@@ -270,13 +223,3 @@ def test_another_separator_than_commas_is_named_with_what_converts_the_file(tmp_
         eval(f"pandas.{found[1]}", {"pandas": pandas})
         assert Path("rows_commas.csv").read_text(encoding="utf-8").startswith("sentence,label\n")
         Path("rows_commas.csv").unlink()
-
-
-def test_a_single_column_of_text_and_semicolons_in_texts_are_fine(tiny_model, tmp_path):
-    rows = [{**row, "sentence": row["sentence"] + "; fine"} for row in ROWS]
-    files = {
-        "train_file": write(tmp_path / "train.csv", rows),
-        "test_file": write(tmp_path / "test.csv", [{"sentence": row["sentence"]} for row in rows]),
-    }
-    trainer = trainer_of(command(tiny_model, tmp_path, **files, do_eval=False, do_predict=True))
-    assert len(trainer.train_dataset) == len(rows)

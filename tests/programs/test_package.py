@@ -17,42 +17,16 @@ from pathlib import Path
 import pytest
 
 import hf_l2l
-from tiers import more
+from tiers import more, nightly
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-NAMES = [
-    "EagerParamServer",
-    "EngineFailedError",
-    "L2LArgumentsMixin",
-    "L2LBatchGrowth",
-    "L2LCallback",
-    "L2LConfig",
-    "L2LTrainer",
-    "L2LTrainerMixin",
-    "L2LTrainingArguments",
-    "Lamb",
-    "NonFiniteError",
-    "RankFailedError",
-    "attach_l2l",
-    "copy_as",
-    "detach_l2l",
-    "estimate",
-    "load_once",
-    "make_l2l_arguments",
-    "make_l2l_trainer",
-]
 
 
 def test_public_names():
-    assert sorted(hf_l2l.__all__) == NAMES
-    for name in NAMES:
-        assert callable(getattr(hf_l2l, name)), name
     names: dict[str, object] = {}
     exec("from hf_l2l import *", names)
-    assert sorted(names.keys() - {"__builtins__"}) == NAMES
-    with pytest.raises(AttributeError, match="module 'hf_l2l' has no attribute 'L2LTrianer'"):
-        _ = hf_l2l.L2LTrianer
+    assert names.keys() - {"__builtins__"} == set(hf_l2l.__all__)
     with pytest.raises(ImportError, match="cannot import name 'L2LTrianer'"):
         from hf_l2l import L2LTrianer  # noqa: F401
 
@@ -87,25 +61,15 @@ def test_importing_the_package_imports_nothing_else_and_versions_are_checked_at_
 # ---- versions
 
 
-def test_versions_that_were_tested_pass_and_older_ones_are_refused(recwarn):
+def test_an_older_version_is_refused_and_a_newer_one_tried_with_one_warning():
     """They are compared as numbers."""
-    hf_l2l.check_versions(hf_l2l.TESTED)
-    hf_l2l.check_versions({})
-    assert not recwarn
-    with pytest.raises(ImportError, match="needs torch 98.0 or newer .* pip install 'torch>=98.0'"):
-        hf_l2l.check_versions({"torch": ("98.0", "99.0")})
     found = version("torch")
-    hf_l2l.check_versions({"torch": ("2.9", found)})
-    assert not recwarn
-    with pytest.raises(ImportError, match=re.escape(f"(found {found})")):
+    with pytest.raises(ImportError, match=re.escape(f"(found {found})") + ".*pip install 'torch>=2.100'"):
         hf_l2l.check_versions({"torch": ("2.100", "2.101")})
-
-
-def test_a_newer_version_is_tried_with_one_warning():
-    found = version("torch")
     own = ".".join(found.split(".")[:2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        hf_l2l.check_versions(hf_l2l.TESTED)
         hf_l2l.check_versions({"torch": ("2.8", own)})  # its third number does not matter, nor what follows
     said = (
         rf"torch {re.escape(found)} \(tested: 2\.8 to 2\.9\), Python 3\.99 .*pip install 'torch==2\.9\.\*', and use Py"
@@ -127,14 +91,13 @@ def test_versions_and_addresses_are_the_same_everywhere():
     assert "v >= (3, 11) or" in (ROOT / "Makefile").read_text(encoding="utf-8")
     # Links of the README lead somewhere on the index, too, where no file of the project lies beside it.
     links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    home = PROJECT["urls"]["Repository"].removeprefix("https://github.com/")
-    assert {"https"} == {link.partition(":")[0] for link in links}
-    for link in links:
-        if "github" in link:
-            pages = (f"https://github.com/{home}/{kind}/main/" for kind in ("blob", "tree"))
-            places = (*pages, f"https://raw.githubusercontent.com/{home}/main/")
-            [rest] = [link.removeprefix(place) for place in places if link.startswith(place)]
-            assert (ROOT / rest.partition("#")[0]).exists()
+    home = PROJECT["urls"]["Repository"]
+    places = (
+        f"{home}/blob/main/",
+        f"{home}/tree/main/",
+        f"{home}/main/".replace("github.com", "raw.githubusercontent.com"),
+    )
+    assert all(link.startswith(places if "github" in link else "https:") for link in links)
 
 
 # ---- make
@@ -143,16 +106,16 @@ def test_versions_and_addresses_are_the_same_everywhere():
 def test_tests_and_what_they_start_see_no_gpu():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     tests = [f"{name}-on-{device}" for name in ("test", "test-all", "test-oldest") for device in ("cpu", "sim")]
-    for target in (*tests, "test-gpu"):
-        call = ["make", "-n", "-o", ".venv/ready", "-o", ".venv-oldest/ready", target]
-        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
+    call = ["make", "-n", "-o", ".venv/ready", "-o", ".venv-oldest/ready"]
+    for targets, is_hidden in ((tests, True), (["test-gpu"], False)):
+        done = subprocess.run([*call, *targets], cwd=ROOT, capture_output=True, text=True, check=True)
         commands = [line for line in done.stdout.splitlines() if " -m pytest " in line]
-        assert commands and all(("CUDA_VISIBLE_DEVICES= " in each) == (target in tests) for each in commands)
+        assert len(commands) >= len(targets)
+        assert all(("CUDA_VISIBLE_DEVICES= " in each) == is_hidden for each in commands)
 
 
 @pytest.mark.parametrize(
-    ("target", "variable"),
-    [("demo", "VENV"), *more(("test-oldest", "OLDEST"), ("test-clients", "CLIENTS"), ("docs", "DOCS"))],
+    ("target", "variable"), [("demo", "VENV"), *more(("test-oldest", "OLDEST"), ("docs", "DOCS"))]
 )
 def test_make_refuses_another_python_before_it_downloads(target, variable, tmp_path):
     for minor, is_refused in ((10, True), (11, False)):
@@ -179,46 +142,30 @@ NOT_PACKED = shutil.ignore_patterns(
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project, in which a build may leave files."""
-    return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("packed") / "project", ignore=NOT_PACKED))
-
-
-@pytest.fixture(scope="module")
-def files(tree: Path) -> set[str]:
-    """Before anything is built."""
-    return {str(file.relative_to(tree)) for file in tree.rglob("*") if file.is_file()}
-
-
-@pytest.fixture(scope="module")
-def built(tree: Path, files: set[str]) -> tuple[Path, Path]:
-    """The source distribution and the wheel of the tree, as pip and `python -m build` make them."""
-    folder = tree.parent / "dist"
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str]]:
+    """The source distribution and the wheel, as pip and `python -m build` make them, and the files before."""
+    folder = tmp_path_factory.mktemp("packed")
+    tree = Path(shutil.copytree(ROOT, folder / "project", ignore=NOT_PACKED))
+    files = {str(file.relative_to(tree)) for file in tree.rglob("*") if file.is_file()}
     calls = "; ".join(f"print(b.build_{kind}({str(folder)!r}))" for kind in ("sdist", "wheel"))
     call = [sys.executable, "-c", f"import setuptools.build_meta as b; {calls}"]
     ran = subprocess.run(call, cwd=tree, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
     sdist, wheel = (line for line in ran.stdout.splitlines() if line.endswith((".tar.gz", ".whl")) and " " not in line)
-    return folder / sdist, folder / wheel
+    return folder / sdist, folder / wheel, files
 
 
-def test_the_source_distribution_has_every_file_and_its_tests_run(built, files, tmp_path):
-    with tarfile.open(built[0]) as packed:
+def test_source_distribution_and_wheel_have_every_file(built):
+    sdist, wheel, files = built
+    with tarfile.open(sdist) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-        packed.extractall(tmp_path, filter="data")
     assert sorted(files - names) == []
     assert {"run_glue_l2l.py", "tests/conftest.py", "tests/helpers/training.py", "Makefile", ".ci/run"} <= names
-    [project] = tmp_path.iterdir()
-    tests = ["tests/programs/test_measured.py", *more("tests/test_architecture.py", "tests/programs/test_run_glue.py")]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", *tests],
-        cwd=project,
-        env={**os.environ, "PYTHONPATH": str(project), "L2L_TESTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout
+    with zipfile.ZipFile(wheel) as packed:
+        names = {name for name in packed.namelist() if ".dist-info/" not in name}
+        [entries] = [name for name in packed.namelist() if name.endswith("/entry_points.txt")]
+        assert "hf-l2l = hf_l2l.cli.main:main" in packed.read(entries).decode()
+    assert names == {name for name in files if name.startswith("hf_l2l/")} | {"run_glue_l2l.py"}
 
 
 FROM_THE_WHEEL = """
@@ -232,16 +179,23 @@ print(*hf_l2l.demo.demo_files().values())
 """
 
 
-def test_the_wheel_has_the_package_and_the_script_and_they_run(built, files, tmp_path):
-    with zipfile.ZipFile(built[1]) as packed:
-        names = {name for name in packed.namelist() if ".dist-info/" not in name}
-        packed.extractall(tmp_path)
-        [entries] = [name for name in packed.namelist() if name.endswith("/entry_points.txt")]
-        assert "hf-l2l = hf_l2l.cli.main:main" in packed.read(entries).decode()
-    assert names == {name for name in files if name.startswith("hf_l2l/")} | {"run_glue_l2l.py"}
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", FROM_THE_WHEEL], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "--ubatch_size" in ran.stdout and "X50: " in ran.stdout and str(tmp_path) in ran.stdout.splitlines()[-1]
+@nightly
+def test_the_wheel_and_the_tests_of_the_source_distribution_run(built, tmp_path):
+    sdist, wheel, _ = built
+    with tarfile.open(sdist) as packed:
+        packed.extractall(tmp_path / "sdist", filter="data")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "wheel")
+    [project] = (tmp_path / "sdist").iterdir()
+    tests = ["-m", "pytest", "-q", "-n", "0", "tests/test_architecture.py", "tests/programs/test_env.py"]
+    for words, folder in ((["-c", FROM_THE_WHEEL], tmp_path / "wheel"), (tests, project)):
+        ran = subprocess.run(
+            [sys.executable, *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "L2L_TESTS": ""},
+            capture_output=True,
+            text=True,
+            timeout=580,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert " passed" in ran.stdout or ("--ubatch_size" in ran.stdout and "X50: " in ran.stdout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,25 +14,10 @@ import transformers
 from cli_models import LLAMA, ran, refused, written
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report.traced_steps import traced_steps
-from hf_l2l.scale import HARDWARE, Cluster, Method, TransformerShape, Usage
-from hf_l2l.scale.curves import arranged
+from hf_l2l.scale import HARDWARE
 from memory_switches import forced_copies
-from tiers import more
 
-GIB, DAY_S, YEAR_S = 2**30, 86_400, 365 * 86_400
-
-
-def test_json_has_the_parts_of_the_time_and_of_the_memory(capsys):
-    found = ran(capsys, "plan", "X64", "--method", "improved", "--parallelism", "3d", "--json").json
-    [plan] = found["plans"]
-    parts = plan["overheads"]
-    computing = (1 + parts["bubble"]) * (1 + sum(parts.values()) - parts["bubble"])
-    assert plan["efficiency"] == pytest.approx(1 / computing)
-    memory = plan["memory"]
-    assert memory["offloadable"] == pytest.approx(memory["state"] + memory["checkpoints"])
-    assert plan["devices"] == plan["data"] * plan["pipeline"] * plan["tensor"]
-    assert found["hardware"]["name"] == "a100" and found["shape"]["parameters"] == 12 * 64**5
-    assert found["measured"] is None
+GIB = 2**30
 
 
 def test_layers_of_a_config_are_counted_and_gated_networks_have_two_intermediate_states(tmp_path, capsys):
@@ -46,7 +30,6 @@ def test_layers_of_a_config_are_counted_and_gated_networks_have_two_intermediate
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0, "num_attention_heads": 2}
     for config, model, width, states in (
         ("Phi3Config", "Phi3Model", "intermediate_size", 2),  # one matrix makes both
-        ("BertConfig", "BertModel", "intermediate_size", 1),
         ("GPT2Config", "GPT2LMHeadModel", "n_inner", 1),  # whose matrices are transposed
     ):
         getattr(transformers, config)(**sizes, **{width: 40}, architectures=[model]).save_pretrained(tmp_path / model)
@@ -68,7 +51,6 @@ def test_devices_days_host_memory_and_the_network_bound_the_plans(capsys):
     needs = [max(plan["devices"] * plan["in_host_memory"] for plan in plans) for plans in (free, bounded)]
     assert needs[0] > 128 * 2**30 >= needs[1] and len(bounded) > 1
     plans = ran(capsys, "plan", "--model", "X64", "--days", "3", "--parallelism", "3d", "--json").json["plans"]
-    assert [plan["devices"] for plan in plans] == sorted(plan["devices"] for plan in plans)
     assert all(plan["seconds"] <= 3 * 86_400 for plan in plans) and plans[0]["method"] == "improved"
     given = ["X160", "--parallelism", "3d", "--method", "improved", "--json"]
     own, same, slow = (
@@ -81,39 +63,12 @@ def test_devices_days_host_memory_and_the_network_bound_the_plans(capsys):
 def test_figures_are_drawn(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    given = ["plan", "X160", "--network", "25", "--parallelism", "3d", "--method", "improved", "--plot"]
-    for name, begins in (("figures.png", b"\x89PNG"), *more(("figures.svg", b"<?xml"), ("figures.pdf", b"%PDF"))):
-        found = ran(capsys, *given, name)
-        assert found.status == 0 and "X160: 1.3 T parameters" in found.out
-        assert (tmp_path / name).read_bytes().startswith(begins)
-    for file in ("nowhere/a.png", "a.xyz"):
-        assert "can be written, with an ending such as .png" in refused(capsys, "plan", "X32", "--plot", file)
+    given = ["plan", "X50", "--parallelism", "none", "--plot"]
+    assert "X50: " in ran(capsys, *given, "figures.png").out
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+    assert "can be written, with an ending such as .png" in refused(capsys, "plan", "X32", "--plot", "nowhere/a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "--plot needs the package matplotlib" in refused(capsys, "plan", "X32", "--plot", "a.png")
-
-
-def test_refusals(capsys):
-    """Those of the program's table of refusals (refusal_commands.py) aside."""
-    for given, says in (
-        ([], "a plan needs a model"),
-        (["X32", "--gpus", "0"], "--gpus must be at least 1"),
-        (["X32", "--tokens", "0"], "--tokens must be at least 1"),
-        (["X32", "--batch", "0"], "--batch must be at least 1"),
-        (["X32", "--steps", "0"], "--steps must be from 1 to"),
-        (["X32", "--network", "nan"], "--network must be from"),
-        (["X32", "--node-size", "nan"], "--node-size: invalid int value: 'nan'"),
-        (["X32", "--host-memory", "64"], "--host-memory"),
-        (["X32", "--host-bandwidth", "0"], "--host-bandwidth must be from 0.01 to 1,000,000"),
-        (["X32", "--days", "-1"], "--days must be a number above 0"),
-        (["X32", "--days", "nan"], "--days must be a number above 0"),
-        (["X32", "--days", "1", "--gpus", "1"], "not allowed with argument"),
-        (["X32", "--tensor", "3"], "--tensor must divide the 16 heads"),
-        (["X160", "--tensor", "80"], "larger --node-size"),
-        (["X160", "--parallelism", "data", "--tensor", "8"], "--tensor must be left out with --parallelism data"),
-        (["X160", "--parallelism", "none", "--method", "partitioned"], "with --method partitioned (got none)"),
-        (["X160", "--method", "l2l", "--gpus", "1"], "and the state alone"),
-    ):
-        assert says in refused(capsys, "plan", *given)
 
 
 # ---- beside a real run
@@ -139,8 +94,8 @@ def trace(tmp_path: Path) -> Path:
     return file
 
 
-def given(folder: Path, trace: Path, rows: int = ROWS) -> list[str]:
-    flags = ["--measured", str(trace), "--batch", str(rows), "--tokens", str(TOKENS), "--hardware", "rtx4090"]
+def given(folder: Path, trace: Path) -> list[str]:
+    flags = ["--measured", str(trace), "--batch", str(ROWS), "--tokens", str(TOKENS), "--hardware", "rtx4090"]
     return ["plan", written(folder / "model", LLAMA), *flags]
 
 
@@ -157,37 +112,27 @@ def test_each_layer_of_a_run_is_beside_the_plan(tmp_path, trace, capsys):
         "upload": 2 * 2 * weights / (card.pci_express / 2 * GIB),
         "update": 30 * weights / (card.host_memory_bandwidth * GIB),
     }
-    assert [layer["name"] for layer in measured["layers"]] == [f"model.layers.{n}" for n in range(3)]
     for layer, its in zip(measured["layers"], run.layers, strict=True):
         for part, seconds in plan.items():
             assert layer[part]["plan"] == pytest.approx(seconds)
             assert layer[part]["measured"] == getattr(its, part) > 0
-            assert layer[part]["ratio"] == pytest.approx(getattr(its, part) / seconds)
-    for part, seconds in plan.items():
-        assert measured["total"][part]["plan"] == pytest.approx(3 * seconds)
     assert measured["total"]["update"]["measured"] == run.update > sum(layer.update or 0 for layer in run.layers)
-    assert measured["step"]["measured"] == run.step
-    many = ran(capsys, *given(tmp_path, trace, rows=8), "--json").json["measured"]["layers"][0]["forward"]
-    few = measured["layers"][0]["forward"]
-    assert many["plan"] == pytest.approx(2 * few["plan"]) and many["measured"] == few["measured"]
     lines = ran(capsys, *given(tmp_path, trace)).out.splitlines()
     head = next(n for n, line in enumerate(lines) if line.startswith("layer "))
-    table = [line.split() for line in lines[head : head + 5]]
-    assert [line[0] for line in table[1:]] == [*(f"model.layers.{n}" for n in range(3)), "all"]
-    assert {len(line) for line in table[1:]} == {13}
+    assert [line.split()[0] for line in lines[head + 1 : head + 5]] == [
+        *(f"model.layers.{n}" for n in range(3)),
+        "all",
+    ]
 
     plain = ["plan", "X32", "--measured", str(trace)]
     assert "on one device, which has no --gpus" in refused(capsys, *plain, "--batch", "4", "--gpus", "8")
-    assert "has no --no-offload" in refused(capsys, *plain, "--batch", "4", "--no-offload")
     assert "which has 32 layers (got 3 in the trace)" in refused(capsys, *plain, "--batch", "4")
 
 
-# ---- docs/planning.md has what its commands print, and in its table the figures of the plans
+# ---- docs/planning.md has what its commands print
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "planning.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 BLOCKS = re.findall(r"```bash\nhf-l2l (.*?)\n```\n\n```text\n(.*?)\n```", PAGE, re.DOTALL)
-A100 = Cluster(HARDWARE["a100"])
 
 
 def test_every_command_has_its_output(capsys):
@@ -195,28 +140,3 @@ def test_every_command_has_its_output(capsys):
     for command, printed in BLOCKS:
         found = ran(capsys, *shlex.split(command))
         assert (found.out or found.err).partition("\n\nDevices and links")[0].rstrip() == printed, command
-    assert "(planning.png)" in PAGE and (DOCS / "planning.png").read_bytes().startswith(b"\x89PNG")
-    assert (DOCS / "planning.png").stat().st_size < 200_000
-
-
-def largest(cluster: Cluster, holds: Callable[[Usage], bool]) -> Usage:
-    usages = (arranged(TransformerShape.family(x), cluster, Method.IMPROVED) for x in range(1000, 20, -2))
-    return next(usage for usage in usages if holds(usage))
-
-
-def test_the_table_of_what_differs():
-    any_node, x160 = Cluster(HARDWARE["a100"], node_size=10**6), TransformerShape.family(160)
-    year = largest(A100, lambda usage: usage.seconds() <= YEAR_S)
-    sizes = [
-        year,
-        largest(A100, lambda usage: usage.memory.resident <= 80 * GIB),
-        largest(A100, lambda usage: usage.memory.total <= 80 * GIB),
-        largest(any_node, lambda usage: usage.seconds() <= 30 * DAY_S),
-        largest(any_node, lambda usage: usage.seconds() <= YEAR_S),
-    ]
-    a_year, offloaded, held, month_5, year_5 = (f"{usage.shape.parameters / 1e12:.0f}" for usage in sizes)
-    ethernet = Cluster(HARDWARE["a100"], network=6.25)
-    slower = [arranged(x160, each, Method.IMPROVED).seconds() for each in (ethernet, A100)]
-    computed = [a_year, f"{year.memory.total / GIB:.0f}", offloaded, held, f"{month_5}, {year_5}"]
-    rows = re.findall(r"^\| (?:figure|section) .* \| (.*) \|$", PAGE, re.MULTILINE)
-    assert rows == [*computed, f"{slower[0] / slower[1] - 1:.0%}".replace("%", " %")]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -35,8 +32,7 @@ from hf_l2l import L2LTrainer
 from hf_l2l.checkpoint.manifest import write_manifest
 from hf_l2l.demo import demo_files
 from hf_l2l.glue.options import checkpoint_to_resume
-from hf_l2l.glue.scores import metrics_for
-from tiers import more, nightly
+from tiers import more
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -54,7 +50,6 @@ def files_of(folder: Path, rows: list[Row], extension: str = "csv") -> dict[str,
 # ---- training and evaluation
 
 CASES = {
-    "numbers": (ROWS, "eval_accuracy", {0: "0", 1: "1"}),
     "words": (NAMED, "eval_accuracy", {0: "negative", 1: "positive"}),
     "scores": (SCORED, "eval_mse", {0: "LABEL_0"}),
     "pairs": (PAIRS, "eval_accuracy", {0: "0", 1: "1"}),
@@ -68,32 +63,27 @@ CASES = {
     [
         ("words", "csv"),
         ("scores", "json"),
-        *more(("words", "json"), ("scores", "csv")),
-        *more(*((case, extension) for case in ("numbers", "pairs", "stars") for extension in ("csv", "json"))),
+        *more(("pairs", "csv"), ("stars", "json")),
     ],
 )
 def test_files_are_trained_on_and_the_results_written(tiny_model, tmp_path, case, extension, capsys):
-    """With a card, predictions for rows without labels, and accuracy beside that of the most frequent class; logs are
-    as loud as asked for."""
+    """With a card, predictions for rows without labels, and accuracy beside that of the most frequent class."""
     rows, metric, names = CASES[case]
     files = files_of(tmp_path, rows, extension)
     unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in rows[:5]]
     test_file = write(tmp_path / f"test.{extension}", unlabelled)
-    argv = command(tiny_model, tmp_path, **files, test_file=test_file, do_predict=True, log_level="error")
+    argv = command(tiny_model, tmp_path, **files, test_file=test_file, do_predict=True)
     metrics = run_glue_l2l.main(argv)
-    assert hf.logging.get_verbosity() == hf.logging.ERROR
     out = tmp_path / "out"
     train, evaluated = results(tmp_path, "train"), results(tmp_path, "eval")
-    assert {"train_loss", "train_runtime", "epoch"} <= train.keys() and {"eval_loss", metric} <= evaluated.keys()
+    assert {"eval_loss", metric} <= evaluated.keys() and train["train_ubatch_size"] == 2
     assert (train["train_samples"], evaluated["eval_samples"]) == (len(rows), len(rows) // 2)
-    assert train["train_ubatch_size"] == 2
     assert {**train, **evaluated} == metrics == results(tmp_path, "all")
     assert (out / "trainer_state.json").is_file()
     config = hf.AutoConfig.from_pretrained(out)
     assert config.id2label == names and (config.problem_type == "regression") == (case == "scores")
-    card = (out / "README.md").read_text()
     name = "Accuracy" if metric == "eval_accuracy" else "Mse"
-    assert f"{name}: {round(metrics[metric], 4)}" in card and "learning_rate: 5e-05" in card
+    assert f"{name}: {round(metrics[metric], 4)}" in (out / "README.md").read_text()
     first, *lines = (out / "predict_results.txt").read_text().splitlines()
     values = [line.split("\t")[1] for line in lines]
     assert first == "index\tprediction" and len(values) == 5
@@ -108,21 +98,6 @@ def test_files_are_trained_on_and_the_results_written(tiny_model, tmp_path, case
         assert again[name] == pytest.approx(metrics[name], rel=1e-6)
     said = capsys.readouterr().out.splitlines()[-1]
     assert case == "scores" or said.startswith(f"accuracy {again['eval_accuracy']:.3f} (always guessing the most ")
-
-
-@needs_datasets
-def test_metrics():
-    scores = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.5], [4.0, 5.0]], dtype=np.float32)
-    labels = np.array([0, 1, 1, 1])
-    mrpc = {"accuracy": 0.75, "f1": 0.8}
-    assert metrics_for("mrpc", task=False, ids=[0, 1])(hf.EvalPrediction(scores, labels)) == mrpc
-    more_outputs = hf.EvalPrediction((scores, scores), labels)
-    with_mean = {**mrpc, "combined_score": 0.775}
-    assert metrics_for("mrpc", task=True, ids=[0, 1])(more_outputs) == pytest.approx(with_mean)
-    assert metrics_for("rte", task=True, ids=[0, 1])(more_outputs) == {"accuracy": 0.75}
-    regression = metrics_for("regression", task=False, ids=[])
-    found = regression(hf.EvalPrediction(scores[:, :1], np.array([2.0, 1.0, 1.0, 1.0])))
-    assert found == pytest.approx({"mse": 2.5, "pearson": 0.09759, "spearmanr": 0.25820}, abs=1e-5)
 
 
 @needs_datasets
@@ -143,7 +118,7 @@ def test_padding_limits_and_labels_that_files_write_differently(tiny_model, tmp_
 
 
 @needs_datasets
-def test_plain_trainer_on_the_same_options(tiny_model, tmp_path, caplog):
+def test_plain_trainer_on_the_same_options(tiny_model, tmp_path):
     """Which a file of options can hold."""
     options = {"train_file": write(tmp_path / "train.csv", ROWS), "do_train": True, "max_steps": 2, "use_cpu": True}
     options |= {"model_name_or_path": tiny_model, "dataloader_pin_memory": False, "per_device_train_batch_size": 4}
@@ -152,13 +127,9 @@ def test_plain_trainer_on_the_same_options(tiny_model, tmp_path, caplog):
         file = tmp_path / f"{name}.json"
         file.write_text(json.dumps({**options, "trainer": name, "output_dir": str(tmp_path / name)}), encoding="utf-8")
         metrics = run_glue_l2l.main([str(file)])
-        assert metrics["train_samples"] == len(ROWS) and not (tmp_path / name / "eval_results.json").exists()
         losses[name] = metrics["train_loss"]
         assert type(trainer_of([str(file)])) is kind
     assert losses["l2l"] == losses["hf"]
-    caplog.clear()
-    run_glue_l2l.parse_options([str(file), "--ubatch_size", "2", "--stash", "host"])
-    assert "without effect under --trainer hf: --ubatch_size, --stash" in caplog.text
 
 
 @needs_datasets
@@ -262,34 +233,7 @@ def test_without_the_demo_model_the_command_that_installs_it_is_said(monkeypatch
 
 
 @needs_demo_model
-def test_the_embedded_default_runs_the_inner_loop():
+def test_the_embedded_default_trains_and_evaluates_on_the_files_of_the_demo():
     options = run_glue_l2l.parse_options(run_glue_l2l.embedded_default())
-    data_args, training_args = options.data, options.training
-    assert training_args.ubatch_size is not None
-    assert training_args.ubatch_size < training_args.per_device_train_batch_size
-    assert (training_args.do_train, training_args.do_eval) == (True, True)
-    assert {"train": data_args.train_file, "validation": data_args.validation_file} == demo_files()
-
-
-@needs_datasets
-@needs_demo_model
-@nightly
-def test_the_embedded_default_learns(tmp_path):
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    ran = subprocess.run(
-        [sys.executable, run_glue_l2l.__file__],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = re.fullmatch(
-        r"accuracy (\d\.\d+) \(always guessing the most frequent class: 0\.500\)", ran.stdout.splitlines()[-1]
-    )
-    assert found is not None
-    assert float(found[1]) >= 0.8
-    evaluated = json.loads((tmp_path / "demo_output" / "eval_results.json").read_text(encoding="utf-8"))
-    assert float(found[1]) == pytest.approx(evaluated["eval_accuracy"], abs=1e-3)
+    assert (options.training.do_train, options.training.do_eval) == (True, True)
+    assert {"train": options.data.train_file, "validation": options.data.validation_file} == demo_files()

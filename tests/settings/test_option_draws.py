@@ -257,7 +257,7 @@ def test_every_option_of_ours_is_drawn():
     assert set(OURS) | NO_DRAWS == set(L2LTrainingArguments.__dataclass_fields__) - theirs
 
 
-@settings(max_examples=times(25, 250), deadline=None, derandomize=not ALL, print_blob=True)
+@settings(max_examples=times(15, 250), deadline=None, derandomize=not ALL, print_blob=True)
 @given(options=drawn_arguments())
 def test_drawn_arguments(options):
     with tempfile.TemporaryDirectory() as folder:
@@ -265,15 +265,11 @@ def test_drawn_arguments(options):
 
 
 UPDATES = ["serial", "deferred", "eager"]
-COMMON = ["sgd", "adafactor", "rmsprop", "galore_adamw"]
 
 
 @pytest.mark.parametrize(
     ("optim", "update"),
-    [
-        *zip(COMMON, itertools.cycle(UPDATES)),
-        *more(*itertools.product(COMMON, UPDATES), *zip(OPTIMIZERS, itertools.cycle(UPDATES))),
-    ],
+    [("adafactor", "deferred"), ("galore_adamw", "serial"), *more(*zip(OPTIMIZERS, itertools.cycle(UPDATES)))],
 )
 def test_every_optimizer_by_name(tmp_path, optim, update):
     options: dict[str, Any] = {"optim": optim, "max_grad_norm": 0.0, "eps_update": update}
@@ -282,12 +278,11 @@ def test_every_optimizer_by_name(tmp_path, optim, update):
     check(tmp_path, options)
 
 
-@pytest.mark.parametrize("update", ["deferred", *more("serial")])
-@pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", "warmup_stable_decay", *more(*SCHEDULERS)])
-def test_every_scheduler_by_name(tmp_path, scheduler, update):
+@pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", *more(*SCHEDULERS)])
+def test_every_scheduler_by_name(tmp_path, scheduler):
     options: dict[str, Any] = {"lr_scheduler_type": scheduler, "warmup_steps": 1, "max_steps": 4}
     options["lr_scheduler_kwargs"] = OF_SCHEDULER.get(scheduler)
     if scheduler in ("reduce_lr_on_plateau", "greedy"):  # they read the metric of an evaluation
         options |= {"eval_strategy": "steps", "eval_steps": 1}
-    check(tmp_path, {**options, "eps_update": update})
+    check(tmp_path, {**options, "eps_update": "deferred"})
     assert outcome(L2LTrainer, tmp_path / "again", options).error is None

@@ -12,19 +12,16 @@ import pickle
 import re
 import typing
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.training_args import OptimizerNames
 
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, attach_l2l, make_l2l_arguments
+from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, Lamb, make_l2l_arguments
 from hf_l2l.hf.training_args import OWN_OPTIONS, l2l_config
 from hf_l2l.option_names import argument
-from refusal_models import MyOptimizer
 from tiers import times
 from training import arguments, rows, tiny_bert
 
@@ -44,7 +41,6 @@ def parsed(*words: str) -> L2LTrainingArguments:
 
 def test_a_config_is_a_value():
     config = L2LConfig()
-    assert (config.ubatch_size, config.stash, config.device, config.layer_classes) == (None, "device", None, None)
     assert L2LConfig(ubatch_size=2) == L2LConfig(ubatch_size=2) != L2LConfig(ubatch_size=3)
     assert hash(L2LConfig(layer_classes=("Block",))) == hash(L2LConfig(layer_classes=["Block"]))
     assert list(inspect.signature(L2LConfig).parameters) == NAMES
@@ -54,15 +50,6 @@ def test_a_config_is_a_value():
         L2LConfig(4)  # by name only
     with pytest.raises(ValueError, match=r"\(got 0\)"):
         dataclasses.replace(config, ubatch_size=0)
-
-
-def test_devices_have_names_and_there_are_no_more_threads_than_cores(monkeypatch):
-    for device in ("cpu", "cuda:1", torch.device("cpu")):
-        assert L2LConfig(device=device).device == device
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert L2LConfig(num_threads=4).num_threads == 4
-    with pytest.raises(ValueError, match="4 cores"):
-        L2LConfig(num_threads=5)
 
 
 WORDS = sorted(set(re.findall(r"'(\w+)'", str([*typing.get_type_hints(L2LConfig).values()]))))
@@ -89,7 +76,7 @@ ANYTHING = st.one_of(
 )
 
 
-@settings(max_examples=times(800, 12_000), deadline=None)
+@settings(max_examples=times(400, 12_000), deadline=None)
 @given(name=st.sampled_from(NAMES), value=ANYTHING)
 def test_any_value_makes_a_config_or_is_refused_by_the_name_that_was_typed(name, value):
     named = argument(name)
@@ -117,30 +104,19 @@ def test_an_option_that_does_not_exist_is_told_with_the_nearest():
     for kind, name, end in (
         (L2LConfig, "ubatchsize", "did you mean ubatch_size?"),
         (L2LConfig, "l2l_trace", "did you mean trace?"),
-        (L2LConfig, "zzz", "help(L2LConfig) lists them"),
-        (L2LTrainingArguments, "boundary", "did you mean l2l_boundary?"),
         (L2LTrainingArguments, "l2l_bounary", "did you mean l2l_boundary?"),
         (of_seq2seq, "l2l_stash", "did you mean stash?"),
-        (of_seq2seq, "evaluation_strategy", "did you mean eval_strategy?"),
     ):
         with pytest.raises(TypeError, match=rf"option of {kind.__name__} must.* \(got {name}\); {re.escape(end)}$"):
             kind(**{name: 1, "stash": "host"})
-    with pytest.raises(TypeError, match=re.escape("did you mean ubatch_size?")):
-        dataclasses.replace(L2LConfig(), ubatchsize=1)
 
-
-def test_a_subclass_may_take_other_arguments(tmp_path):
     class Own(L2LTrainingArguments):
         def __init__(self, folder, *, size):
             super().__init__(str(folder), ubatch_size=size, report_to=[])
 
-    class Passing(L2LTrainingArguments):
-        def __init__(self, **options):
-            super().__init__(str(tmp_path), ubatch_size=options.pop("size"), report_to=[])
-
-    assert Own(tmp_path, size=3).ubatch_size == Passing(size=3).ubatch_size == 3
+    assert Own("out", size=3).ubatch_size == 3
     with pytest.raises(TypeError, match=r"option of Own must be one that it has \(got sise\); did you mean size\?"):
-        Own(tmp_path, sise=3)
+        Own("out", sise=3)
 
 
 # ---- as arguments
@@ -164,22 +140,12 @@ def test_arguments_have_the_options_of_the_config_with_their_types_defaults_and_
         assert (types[option.name], typed[name]) == AS_PARSED.get(option.name, (types[option.name],) * 2)
         assert (here.default, here.metadata.keys()) == (OF_THE_TRAINER.get(name, option.default), {"help"})
         assert re.sub(r"`l2l_(\w+)(=[^`]*)?`", r"`\1\2`", here.metadata["help"]) == option.metadata["help"]
+    ours = {field.name for field in fields(L2LTrainingArguments)}
+    assert set(OWN_OPTIONS) == ours - {field.name for field in fields(hf.TrainingArguments)}
+    assert all(f"\n        {name}: " in L2LTrainingArguments.__doc__ for name in OWN_OPTIONS)
 
 
-def test_arguments_say_what_they_add_to_those_of_transformers():
-    ours = {field.name: field for field in fields(L2LTrainingArguments)}
-    assert set(ours) == set(inspect.signature(L2LTrainingArguments).parameters)
-    assert set(OWN_OPTIONS) == set(ours) - {field.name for field in fields(hf.TrainingArguments)}
-    parser = hf.HfArgumentParser(L2LTrainingArguments)
-    for name, option in OWN_OPTIONS.items():
-        assert len(option.metadata["help"]) > 30 and f"\n        {name}: " in L2LTrainingArguments.__doc__
-        [action] = [action for action in parser._actions if f"--{name}" in action.option_strings]
-        assert (action.default, action.help) == (option.default, option.metadata["help"])
-    shown = " ".join(parser.format_help().split())
-    assert "after `l2l_loss_scale_interval` steps in a row without an overflow. (default: 2.0)" in shown
-
-
-def test_options_come_from_words_and_from_a_file(tmp_path, capsys):
+def test_options_come_from_words_and_from_a_file(tmp_path):
     args = parsed("--ubatch_size", "4", "--stash", "host", "--l2l_layer_classes", "A", "B")
     assert l2l_config(args) == L2LConfig(ubatch_size=4, stash="host", layer_classes=("A", "B"), **OF_THE_TRAINER)
     file = tmp_path / "args.json"
@@ -188,18 +154,12 @@ def test_options_come_from_words_and_from_a_file(tmp_path, capsys):
     assert l2l_config(args) == L2LConfig(ubatch_size=2, stash="host", **OF_THE_TRAINER)
     for plain in (parsed(), arguments(hf.TrainingArguments, tmp_path)):
         assert l2l_config(plain) == L2LConfig(**OF_THE_TRAINER)
-    for words in (("--ubatch_size", "four"), ("--stash", "ssd")):
-        with pytest.raises(SystemExit):
-            parsed(*words)
-        assert words[0] in capsys.readouterr().err
 
 
 def test_arguments_can_be_written_copied_and_replaced(tmp_path):
     args = arguments(L2LTrainingArguments, tmp_path, ubatch_size=3, stash="host", l2l_layer_classes=["A", "B"])
     written = json.loads(json.dumps(args.to_dict()))
     assert (written["ubatch_size"], written["stash"], written["l2l_layer_classes"]) == (3, "host", ["A", "B"])
-    assert json.loads(args.to_json_string())["ubatch_size"] == 3
-    assert args.to_sanitized_dict()["stash"] == "host"
     for other in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):  # noqa: S301  # our own bytes
         assert isinstance(other, L2LTrainingArguments)
         assert l2l_config(other) == l2l_config(args)
@@ -209,50 +169,24 @@ def test_arguments_can_be_written_copied_and_replaced(tmp_path):
         dataclasses.replace(args, ubatch_size=0)
 
 
-def test_other_bad_values_of_the_trainers_own_options(tmp_path):
-    for options in (
-        {"l2l_optimizer": ["lamb"]},
-        {"l2l_save_dtype": 16},
-        {"l2l_save_dtype": []},
-        {"l2l_optimizer": "lamb", "optim_args": "x=1"},
-    ):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            arguments(L2LTrainingArguments, tmp_path, **options)
-
-
 # ---- what a trainer does with them
 
 
-def made(args: hf.TrainingArguments, **options: Any) -> L2LTrainer:
-    model = {} if "model_init" in options else {"model": tiny_bert(layers=2)}
-    return L2LTrainer(**model, args=args, train_dataset=rows(), **options)
+def made(args: hf.TrainingArguments) -> L2LTrainer:
+    return L2LTrainer(tiny_bert(layers=2), args, train_dataset=rows())
 
 
-@pytest.mark.parametrize("kind", [L2LTrainingArguments, hf.TrainingArguments])
-def test_what_places_or_casts_the_model_is_refused_however_it_comes(kind, tmp_path):
-    """Of plain arguments, too, and for a model that is made later; what is no conflict is taken."""
+def test_what_places_or_casts_the_model_is_refused_of_plain_arguments_too(tmp_path):
+    """What is no conflict is taken."""
+    kind = hf.TrainingArguments
     placed = arguments(kind, tmp_path)
     placed.deepspeed = {"zero_optimization": {"stage": 3}}
     others = {"fp16_full_eval": True, "torch_compile_backend": "inductor"}
     refused = {name: arguments(kind, tmp_path, use_cpu=True, **{name: value}) for name, value in others.items()}
     for name, args in {"deepspeed": placed, **refused}.items():
-        for options in ({}, {"model_init": lambda: tiny_bert(layers=2)}):
-            with pytest.raises(ValueError, match=f"^{name.removesuffix('_backend')} cannot be used with L2L"):
-                made(args, **options)
-    made(arguments(kind, tmp_path, bf16=True, use_cpu=True))
-
-
-IN_BACKWARD = {each.value: each.value.removesuffix("_layerwise") for each in OptimizerNames}
-IN_BACKWARD = {name: plain for name, plain in IN_BACKWARD.items() if name != plain}
-IN_BACKWARD |= {"lomo": "sgd", "adalomo": "adafactor"}
-
-
-def test_optimizers_that_update_in_backward_are_refused(tmp_path):
-    for name, other in IN_BACKWARD.items():
-        assert other in list(OptimizerNames)
-        args = arguments(L2LTrainingArguments, tmp_path, optim=name, optim_target_modules=["attention"])
-        with pytest.raises(ValueError, match=f"got optim='{name}'.* use optim='{other}'"):
+        with pytest.raises(ValueError, match=f"^{name.removesuffix('_backend')} cannot be used with L2L"):
             made(args)
+    made(arguments(kind, tmp_path, bf16=True, use_cpu=True))
 
 
 def test_what_is_set_after_the_arguments_were_made_is_refused_too(tmp_path, monkeypatch):
@@ -265,17 +199,6 @@ def test_what_is_set_after_the_arguments_were_made_is_refused_too(tmp_path, monk
     made(args)
 
 
-def test_errors_of_later_on_name_what_was_typed(tmp_path):
-    args = arguments(L2LTrainingArguments, tmp_path, l2l_layer_classes=["Nowhere"])
-    with pytest.raises(ValueError, match="every name in l2l_layer_classes must be"):
-        made(args).l2l_summary()
-    with pytest.raises(ValueError, match="every name in layer_classes must be"):
-        attach_l2l(tiny_bert(), L2LConfig(device="cpu", layer_classes=("Nowhere",)))
-    args = arguments(L2LTrainingArguments, tmp_path, l2l_grad_dtype="16bit")
-    with pytest.raises(ValueError, match=r"l2l_grad_dtype='16bit' and l2l_moment_dtype='bf16' are made fp32"):
-        made(args, optimizer_cls_and_kwargs=(MyOptimizer, {"lr": 0.1})).create_optimizer()
-
-
 def test_a_trainer_counts_the_devices_that_layers_run_on(tmp_path):
     """Here the CPU alone, whatever transformers has found; and a script for several devices runs there, too."""
     for kind in (L2LTrainingArguments, hf.TrainingArguments):
@@ -283,9 +206,8 @@ def test_a_trainer_counts_the_devices_that_layers_run_on(tmp_path):
         args._n_gpu = 2
         trainer = made(args)
         assert (args.n_gpu, trainer.args.train_batch_size) == (1, args.per_device_train_batch_size)
-    for asked in ("2", "1,0", "auto"):
-        trainer = made(arguments(L2LTrainingArguments, tmp_path, l2l_devices=asked, use_cpu=True))
-        assert "cpu" in trainer.l2l_summary() and trainer.args.train_batch_size == 8
+    trainer = made(arguments(L2LTrainingArguments, tmp_path, l2l_devices="2", use_cpu=True))
+    assert "cpu" in trainer.l2l_summary() and trainer.args.train_batch_size == 8
 
 
 def test_lamb_is_made_of_the_trainers_options(tmp_path):
@@ -296,6 +218,3 @@ def test_lamb_is_made_of_the_trainers_options(tmp_path):
     decay, rest = optimizer.param_groups
     assert (decay["lr"], decay["betas"], decay["eps"]) == (0.5, (0.8, 0.95), 1e-5)
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.2, 0.0)
-    assert parsed("--l2l_optimizer", "lamb").l2l_optimizer == "lamb"
-    with pytest.raises(ValueError, match="got one passed to the Trainer, and l2l_optimizer='lamb'"):
-        made(args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))

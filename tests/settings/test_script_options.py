@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,25 +38,17 @@ def test_bad_files_are_refused(tmp_path, capsys):
     for number, (name, train, dev, keyword) in enumerate(
         (
             ("train.csv", [{"text": "a film", "stars": 1}], ROWS, "train.csv must have a column 'label'"),
-            ("train.csv", ROWS, [{"sentence": "a film", "stars": 1}], "dev.csv must have a column 'label'"),
             ("train.csv", "sentence,label\n", ROWS, "data files must have rows"),
-            ("train.csv", labelled(-1, 1), ROWS, "must not be negative"),
             ("train.json", labelled(1, "yes"), ROWS, "all numbers or all words"),
             ("train.csv", labelled(0, 0), ROWS, "at least two classes"),
-            ("train.csv", labelled(0, "", 1), ROWS, "got None in row 2"),
             ("train.csv", labelled("yes", "no", ""), ROWS, "got None in row 3"),
             ("train.csv", SCORED, labelled(0.5, "inf"), "got inf in row 2"),
-            ("train.json", labelled([0], [1]), ROWS, "got [0] in row 1"),
-            ("train.csv", ROWS, labelled(0, 2), "among the classes, which are 0, 1 (got 2"),
             ("train.csv", NAMED, labelled("positive", "neutral"), "which are 'negative', 'positive' (got 'neutral'"),
-            ("train.csv", ROWS, labelled(0.0, 0.5), "which are 0, 1 (got 0.5"),
             ("train.csv", SCORED, NAMED, "labels must be numbers as in the training file (got 'negative'"),
             ("train.csv", [{"label": 0}, {"label": 1}], ROWS, "must have a column of text"),
             ("train.csv", ROWS, [{"text": "a film", "label": 1}], "dev.csv must have the text column 'sentence'"),
-            ("train.csv", [{"id": 7, "review": "a film", "label": 1}], ROWS, "give --text_columns review"),
             ("train.csv", [*ROWS, {"sentence": "NA", "label": 1}], ROWS, "got none in row 13"),
             ("train.json", "{not json", ROWS, "could not be read as json"),
-            ("train.csv", "sentence,label\na,0\na,b,c,d,1\n", ROWS, "could not be read as csv"),
         )
     ):
         train_file = tmp_path / str(number) / name
@@ -82,17 +73,9 @@ def test_bad_command_lines_are_refused_in_one_line(tmp_path, monkeypatch, capsys
     start = "--model_name_or_path model --train_file full.csv --output_dir out --do_train --max_grad_norm 0"
     for words, keyword in (
         # Options are called as they were typed, whoever refuses them.
-        *((flags(each), f"--{argument(next(iter(each)))}") for each in TOGETHER),
-        ("--ubatch_size 0", "--ubatch_size must be"),
+        *((flags(each), f"--{argument(next(iter(each)))}") for each in TOGETHER[:3]),
         ("--bf16 --cmp bf16", "(got --cmp bf16 and --bf16 True, which is autocast); leave out --bf16"),
-        ("--fp16", "--fp16 cannot be used with L2L (got --fp16 True)"),
-        ("--lr_scheduler_type reduce_lr_on_plateau", "--lr_scheduler_type reduce_lr_on_plateau requires"),
         ("--num_train_epochs many", "invalid float value: 'many'; --help"),
-        ("--zzz=1", "(got --zzz); --help"),
-        # Where there is nothing near, or another value.
-        ("--task_name movies", "the data must have one source"),
-        ("--dataset_name imdb", "the data must have one source"),
-        ("--max_train_samples 0", "--max_train_samples must be at least 1"),
         ("--compare --push_to_hub", "(got --push_to_hub True)"),
         ("--simulate 8GiB --use_cpu", "(got --simulate and --use_cpu)"),
         ("--evaluate_during_training", "use --eval_strategy steps"),
@@ -100,27 +83,12 @@ def test_bad_command_lines_are_refused_in_one_line(tmp_path, monkeypatch, capsys
         ("--output_dir full.csv/out", "(got full.csv/out: Not a directory)"),
         # Numbers that no training can have.
         ("--learning_rate nan", "at least 0 (got nan)"),
-        ("--num_train_epochs inf", "at least 0 (got inf)"),
-        ("--weight_decay -0.1", "at least 0 (got -0.1)"),
-        ("--warmup_steps nan", "at least 0 (got nan)"),
         ("--adam_beta2 1", "below 1 (got 1)"),
-        ("--per_device_train_batch_size 0", "at least 1 (got 0)"),
-        ("--max_grad_norm nan", "at least 0 (got nan)"),
         ("--max_steps -2", "or -1 for none (got -2)"),
-        ("--save_total_limit -1", "at least 1 (got -1)"),
-        ("--eval_accumulation_steps 0", "at least 1 (got 0)"),
-        ("--eval_delay -1", "at least 0 (got -1)"),
         ("--save_steps 0", "or --save_strategy no"),
-        ("--logging_steps 0", "or --logging_strategy no"),
     ):
         assert keyword in refused(f"{start} {words}".split(), capsys)
         assert [each.name for each in tmp_path.iterdir()] == ["full.csv"], words
-
-
-@needs_datasets
-def test_a_task_that_is_none_is_refused(tmp_path, capsys):
-    said = refused(command("model", tmp_path, task_name="movies"), capsys)
-    assert "(got movies); own data goes into --train_file" in said
 
 
 def test_a_bad_options_file_is_refused(tmp_path, capsys):
@@ -129,9 +97,7 @@ def test_a_bad_options_file_is_refused(tmp_path, capsys):
         ("{", "Expecting property name"),
         ('{"do_train": true}', "model_name_or_path"),
         ('{"model_name_or_path": "model", "learning_speed": 1}', "learning_speed"),
-        ('{"model_name_or_path": "model", "trainer": "both"}', "argument --trainer: invalid choice: 'both'"),
         ('{"model_name_or_path": "model", "max_steps": "many"}', "invalid int value: 'many'"),
-        ('{"model_name_or_path": "model", "do_train": "perhaps"}', "Truthy value expected: got perhaps"),
     ):
         file = tmp_path / "options.json"
         if text is not None:
@@ -153,13 +119,10 @@ def test_options_with_a_successor_are_translated(tmp_path, caplog):
     for words, option, value in (
         ("--evaluation_strategy no", "eval_strategy", "no"),
         ("--warmup_ratio 0.25", "warmup_steps", 0.25),
-        ("--no_cuda", "use_cpu", True),
         ("--no_cuda False", "use_cpu", False),
         ("--per_gpu_train_batch_size 3", "per_device_train_batch_size", 3),
-        ("--per_gpu_eval_batch_size 5", "per_device_eval_batch_size", 5),
         ("--group_by_length", "train_sampling_strategy", "group_by_length"),
         ("--adafactor", "optim", "adafactor"),
-        ("--push_to_hub_model_id me/it", "hub_model_id", "me/it"),
         ("--push_to_hub_token secret", "hub_token", "secret"),
     ):
         caplog.clear()
@@ -172,7 +135,7 @@ def test_options_with_a_successor_are_translated(tmp_path, caplog):
         assert warned == f"--{old} is gone from transformers 5: it is taken as --{option} {shown}"
 
 
-def test_options_without_effect_are_accepted_with_the_reason(tmp_path, caplog, monkeypatch):
+def test_options_without_effect_are_accepted_with_the_reason(tmp_path, caplog):
     usual = parsed(tmp_path).given
     for name, reason in NEEDLESS.items():
         caplog.clear()
@@ -180,9 +143,6 @@ def test_options_without_effect_are_accepted_with_the_reason(tmp_path, caplog, m
         assert caplog.messages == [f"--{name} is gone from transformers 5 and has no effect: {reason}"]
     assert parsed(tmp_path, "--group_by_length", "False").given == usual
     assert parsed(tmp_path, "--warmup_ratio", "0.1").training.get_warmup_steps(25) == 3  # rounded up
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "before")
-    parsed(tmp_path, "--logging_dir", "logs")
-    assert os.environ["TENSORBOARD_LOGGING_DIR"] == "logs"
 
 
 def test_every_option_that_is_gone_is_gone_and_has_a_fate():
@@ -200,7 +160,6 @@ def test_fifty_logs_are_made_of_a_run_unless_it_was_said_how_often(tmp_path):
         ("--eval_strategy steps", ("steps", 0.02), ("steps", 500)),  # not as often as logs
         ("--eval_strategy steps --eval_steps 7", ("steps", 0.02), ("steps", 7)),
         ("--eval_strategy steps --logging_steps 5", ("steps", 5), ("steps", 5)),
-        ("--logging_strategy steps", ("steps", 500), ("no", None)),
         ("--logging_strategy epoch", ("epoch", 500), ("no", None)),
     ):
         args = parsed(tmp_path, "--validation_file", str(tmp_path / "train.csv"), *words.split()).training
@@ -233,9 +192,7 @@ def test_what_is_not_there_is_said_in_one_line(tiny_model, tmp_path, monkeypatch
     write(tmp_path / "t.csv", ROWS)
     for options, keyword in (
         ({"task_name": "mrpc"}, "the data set nyu-mll/glue could not be had from the Hub (Couldn't reach"),
-        ({"dataset_name": "some/data"}, "the data set some/data could not be had from the Hub (Couldn't reach"),
         ({"train_file": "t.csv", "model_name_or_path": "no/where"}, "--model_name_or_path must be a folder or a name"),
-        ({"train_file": "t.csv", "tokenizer_name": "no/where"}, "--tokenizer_name must be a folder or a name"),
     ):
         said = refused(command(tiny_model, tmp_path, **{"do_eval": "task" in str(options), **options}), capsys)
         assert said.startswith(keyword) and "connection" in said
