@@ -526,7 +526,7 @@ BESIDE = {
     "stash": "arrivals rooms spill stash tiers",
     "state_tier": "disk files window",
     # Bytes and seconds that are told before a run, from shapes and rates: functions of numbers.
-    "budget": "agreed example saved watch within",
+    "budget": "example saved watch within",
     "memory": "device_memory held host_limits host_remedies ledger memory_estimate memory_report state_traffic",
     "noise": "estimate growth items trainer_part",
     "pipeline": "hosts ranks schedule times",

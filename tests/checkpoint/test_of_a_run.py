@@ -220,23 +220,6 @@ def test_nothing_is_deleted_if_the_best_one_is_gone(tmp_path):
     assert steps_in(tmp_path) == [2]
 
 
-def test_callbacks_rotation_and_the_best_model_come_after_the_checkpoint(tmp_path):
-    saved: list[tuple[int, list[int], str | None]] = []
-
-    class Sees(hf.TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name
-            saved.append((state.global_step, steps_in(tmp_path), best))
-            assert state.log_history[-1]["step"] == state.global_step
-
-    options = {"save_total_limit": 2, "callbacks": [Sees()], "l2l_async_save": True}
-    made = trained(tmp_path, **second_is_best(), **options)
-    best = "checkpoint-2"
-    assert saved == [(1, [1], "checkpoint-1"), (2, [1, 2], best), (3, [2, 3], best), (4, [2, 4], best)]
-    assert made.state.best_model_checkpoint == str(tmp_path / best)
-    assert_saved(made, tmp_path / best)
-
-
 # ---- moments
 
 

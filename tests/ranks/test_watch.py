@@ -333,10 +333,10 @@ def test_ranks_that_are_all_stopped_go_on(programs):
     sockets = connected(2)
     processes = [begun(programs, _ANSWERS, rank, sockets[rank], TIMEOUT_S) for rank in range(2)]
     assert [process.stdout.readline() for process in processes] == ["1\n"] * 2
-    for number in (signal.SIGSTOP, signal.SIGCONT):
+    for number, seconds in ((signal.SIGSTOP, 0.75 * TIMEOUT_S), (signal.SIGCONT, 0.2)):
         for process in processes:
             process.kill(number)
-        time.sleep(0.75 * TIMEOUT_S)  # in which a failure would be noticed
+        time.sleep(seconds)  # in which a failure would be noticed
     for process in processes:
         process.stdin.write("go on\n")
         process.stdin.flush()
