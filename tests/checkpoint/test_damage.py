@@ -52,7 +52,7 @@ def damaged(path: Path, how: str) -> None:
     [
         ("model.safetensors", "flipped"),
         ("scheduler.pt", "of another step"),
-        *more((MANIFEST, "of another step"), ("rng_state_data.pth", "missing"), ("trainer_state.json", "cut")),
+        *more((MANIFEST, "flipped"), ("rng_state_data.pth", "missing"), ("trainer_state.json", "cut")),
     ],
 )
 def test_nothing_has_changed_when_a_damaged_one_is_refused(run, caplog, name, how):
@@ -63,7 +63,7 @@ def test_nothing_has_changed_when_a_damaged_one_is_refused(run, caplog, name, ho
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     with pytest.raises(DamagedCheckpointError) as caught:
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    assert caught.value.file == name or name == MANIFEST  # of that of another checkpoint, some file differs
+    assert caught.value.file == name
     assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
     assert trainer.optimizer is None and trainer.state.global_step == 0
     assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
