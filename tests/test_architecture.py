@@ -390,9 +390,9 @@ def test_the_walks_name_what_is_there():
 TESTS = sorted(p for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))
 
 OF_LIBRARIES = frozenset(
-    """_apply _buffers _clip_grad_norm _get_output_dir _load_best_model _load_from_checkpoint _modules _n_gpu
-    _old_forward _optimizer_step_post_hooks _parameters _repr_html_ _repr_png_ _save_checkpoint _save_rng_state
-    _train_batch_size _version""".split()
+    """_apply _buffers _clip_grad_norm _get_output_dir _load_best_model _modules _n_gpu _old_forward
+    _optimizer_step_post_hooks _parameters _repr_html_ _repr_png_ _save_checkpoint _save_rng_state _train_batch_size
+    _version""".split()
 )
 """Private names of the package that are those of torch, transformers, accelerate and IPython: it overrides them, or
 sets them in objects of theirs."""
@@ -489,7 +489,7 @@ BESIDE = {
     "stash": "arrivals rooms spill stash tiers",
     "state_tier": "disk files window",
     # Bytes and seconds that are told before a run, from shapes and rates: functions of numbers.
-    "budget": "agreed example saved watch within",
+    "budget": "example saved watch within",
     "memory": "device_memory held host_limits host_remedies ledger memory_estimate memory_report state_traffic",
     "noise": "estimate growth items trainer_part",
     "pipeline": "hosts ranks schedule times",

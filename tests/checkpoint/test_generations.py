@@ -10,13 +10,15 @@ import shutil
 import signal
 import threading
 import time
-from multiprocessing.connection import Connection
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_l2l.checkpoint import manifest
@@ -25,10 +27,10 @@ from hf_l2l.checkpoint.staging import CheckpointSaveError
 from hf_l2l.optim import layerwise_step
 from hf_l2l.realtime import lock, trainer_part
 from hf_l2l.realtime.lock import FolderLock
-from rank_pool import forked_context
+from hf_l2l.realtime.schedule import Schedule
 from saving import At, Stopped, disk_is_full, saving, steps_in, stop, trained, write_fails
 from slow_disk import SlowDisk, assert_same_checkpoints
-from tiers import more, nightly
+from tiers import more
 from training import assert_same_run, plain_trainer, tiny_bert
 
 PLAIN: dict[str, Any] = {"save_strategy": "no"}
@@ -41,8 +43,7 @@ def realtime(folder: Path, **options: Any) -> Any:
     return saving(folder, **{**PLAIN, **given, **options})
 
 
-@pytest.mark.parametrize("options", [{}, *more({"l2l_state_tier": "disk", "l2l_state_window": 3})])
-def test_generations_have_the_values_of_their_step(tmp_path, monkeypatch, whole, options):
+def test_generations_have_the_values_of_their_step(tmp_path, monkeypatch, whole):
     """On a slow disk, while later updates are made. In other modes: `tests/trainer/test_background_saves.py`."""
     shutil.copytree(whole.args.output_dir, tmp_path / "saved")
     SlowDisk(monkeypatch)
@@ -52,7 +53,7 @@ def test_generations_have_the_values_of_their_step(tmp_path, monkeypatch, whole,
             shutil.copytree(each, tmp_path / "kept" / each.name, dirs_exist_ok=True)
 
     callbacks = [At("on_step_begin", None, keep)]
-    realtime(tmp_path / "run", eps_update="deferred", callbacks=callbacks, **options).train()
+    realtime(tmp_path / "run", eps_update="deferred", callbacks=callbacks).train()
     keep()
     assert len(steps_in(tmp_path / "kept")) > 1
     for step in set(steps_in(tmp_path / "saved")) - set(steps_in(tmp_path / "kept")):
@@ -61,9 +62,8 @@ def test_generations_have_the_values_of_their_step(tmp_path, monkeypatch, whole,
     assert (steps_in(tmp_path / "now"), steps_in(tmp_path / "run")) == ([4], [])
 
 
-@pytest.mark.parametrize(("stops", "saves"), [pytest.param(3, 2, id="the generation"), *more((2, 2))])
-def test_an_interrupted_training_goes_on_from_the_newest_of_both_folders(tmp_path, whole, stops, saves):
-    options = {"save_strategy": "steps", "save_steps": saves, "callbacks": [At("on_step_begin", stops, stop)]}
+def test_an_interrupted_training_goes_on_from_the_newest_of_both_folders(tmp_path, whole):
+    options = {"save_strategy": "steps", "save_steps": 2, "callbacks": [At("on_step_begin", 3, stop)]}
     with pytest.raises(Stopped):
         realtime(tmp_path / "run", **options).train()
     shutil.copytree(tmp_path / "now", tmp_path / "named")
@@ -71,17 +71,14 @@ def test_an_interrupted_training_goes_on_from_the_newest_of_both_folders(tmp_pat
     resumed = realtime(tmp_path / "run")
     resumed.add_callback(At("on_step_begin", None, lambda: begun.append(resumed.state.global_step)))
     resumed.train(resume_from_checkpoint=True)
-    assert begun[0] == stops
+    assert begun[0] == 3
     assert_same_run(resumed, whole)
-    if steps_in(tmp_path / "named"):  # by transformers' Trainer, too
-        generation = next((tmp_path / "named").iterdir())
-        assert_same_run(trained(tmp_path / "plain", plain_trainer, **PLAIN, resumes=generation), whole)
-        for resumes in more(tmp_path / "named"):
-            assert_same_run(trained(tmp_path / "other", **PLAIN, resumes=resumes), whole)
-        generation.rename(tmp_path / "elsewhere")
-        generation.symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(ValueError, match="checkpoint"):
-            trained(tmp_path / "linked", **PLAIN, resumes=tmp_path / "named")
+    (generation,) = (tmp_path / "named").iterdir()  # by transformers' Trainer, too
+    assert_same_run(trained(tmp_path / "plain", plain_trainer, **PLAIN, resumes=generation), whole)
+    generation.rename(tmp_path / "elsewhere")
+    generation.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="checkpoint"):
+        trained(tmp_path / "linked", **PLAIN, resumes=tmp_path / "named")
 
 
 def test_callbacks_and_the_best_model_know_nothing_of_them(tmp_path):
@@ -99,7 +96,6 @@ def test_callbacks_and_the_best_model_know_nothing_of_them(tmp_path):
     assert best is None or Path(best).parent == tmp_path / "run"
 
 
-@nightly
 def test_auto_begins_when_the_one_before_is_there(tmp_path, monkeypatch):
     """With a disk that is never ready while the training runs, there is one, of the second step."""
     SlowDisk(monkeypatch)
@@ -114,13 +110,9 @@ def stale(*_: Any, **__: Any) -> Any:
     raise OSError(116, "Stale file handle")
 
 
-@pytest.mark.parametrize("at", ["some values", "all values", *more("the folder", "an older one", "gone")])
+@pytest.mark.parametrize("at", ["some values", *more("all values", "the folder", "an older one")])
 def test_a_training_goes_on_without_one_where_that_is_asked(tmp_path, monkeypatch, caplog, whole, at):
     """Whatever error of the system it is, without the name of a file; of several in a row, the first one is told."""
-
-    def remove() -> None:
-        for path in (tmp_path / "now").glob("_l2l-saving-*"):
-            path.rename(tmp_path / path.name)
 
     made = realtime(tmp_path / "run", l2l_realtime_errors="warn", eps_update="deferred")
     if at == "the folder":
@@ -131,10 +123,8 @@ def test_a_training_goes_on_without_one_where_that_is_asked(tmp_path, monkeypatc
         write_fails(
             monkeypatch, OSError(116, "Stale"), lambda region: any(f"point{s}" in str(region.file) for s in steps)
         )
-    elif at == "an older one":
-        monkeypatch.setattr(trainer_part, "remove", stale)
     else:
-        made.add_callback(At("on_step_begin", None, remove))
+        monkeypatch.setattr(trainer_part, "remove", stale)
     hf.utils.logging.enable_propagation()
     made.train()
     told = {each for each in caplog.messages if "training goes on without a real-time checkpoint" in each}
@@ -211,37 +201,37 @@ def test_what_is_left_there_leads_nowhere(tmp_path, caplog):
     assert "no other training is kept from" in caplog.text
 
 
-def hold(folder: Path, there: Connection) -> None:
-    """Hold the lock, in a process that is the parent of another one."""
-    held = FolderLock(folder)
-    if os.fork() == 0:
+def held_by_another(folder: Path) -> int:
+    """The number of a process that has the lock and lives on, as does a process of its own."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = FolderLock(folder)
+        if os.fork() > 0:
+            os.write(write, b"held" if held else b"")
         time.sleep(120)
         os._exit(0)
-    there.send(held is not None)
-    time.sleep(120)
+    os.close(write)
+    assert os.read(read, 4) == b"held"
+    os.close(read)
+    return child
 
 
 def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path):
     """One that was killed holds nothing, though its workers live."""
-    context = forked_context()
-    here, there = context.Pipe(duplex=False)
-    other = context.Process(target=hold, args=(tmp_path / "now", there))
-    other.start()
-    children = []
+    first = held_by_another(tmp_path / "now")
+    workers = Path(f"/proc/{first}/task/{first}/children").read_text().split()
     try:
-        assert here.poll(120) and here.recv()
-        children = Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split()
         with pytest.raises(ValueError, match="to which another process writes"):
             realtime(tmp_path / "run", max_steps=1).train()
-        other.kill()
-        other.join()
-        assert children
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        assert workers
         realtime(tmp_path / "run", max_steps=1).train()
         assert os.listdir(tmp_path / "now") == ["checkpoint-1"]
     finally:
-        other.kill()
-        for child in children:
-            os.kill(int(child), signal.SIGKILL)
+        for worker in workers:
+            os.kill(int(worker), signal.SIGKILL)
 
 
 def test_two_trainings_of_one_process_are_not_one(tmp_path, monkeypatch):
@@ -339,3 +329,69 @@ def test_buffers_and_state_are_those_of_the_step(tmp_path):
     assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
     saved = [load_file(each / "model.safetensors") for each in sorted((tmp_path / "later").glob("checkpoint-*"))]
     assert [each["bert.embeddings.calls"][0].item() for each in saved] == [1.0, 2.0, 3.0]
+
+
+# ---- when they begin
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def played(every: Any, step_s: float, write_s: float, steps: int) -> tuple[Schedule, list[int], list[int]]:
+    """A training on a virtual clock: the steps at which generations begin, and how many steps a crash at the end of
+    each step loses, once there is a generation. With a number of steps, a step waits for the generation before."""
+    clock = Clock()
+    schedule = Schedule(every, 0, clock)
+    begun: list[int] = []
+    lost: list[int] = []
+    ends, whole = None, None
+    for step in range(1, steps + 1):
+        clock.now += step_s
+        if ends is not None and clock.now >= ends:
+            schedule.end(step)
+            ends, whole = None, begun[-1]
+        if whole is not None:
+            lost.append(step - whole)
+        schedule.made(step)
+        if schedule.is_due(step):
+            if ends is not None:
+                clock.now = ends
+                schedule.end(step)
+                whole = begun[-1]
+            schedule.begin(step)
+            begun.append(step)
+            ends = clock.now + write_s
+    return schedule, begun, lost
+
+
+@given(every=st.one_of(st.just("auto"), st.integers(1, 9)), step_s=st.integers(1, 20), write_s=st.integers(1, 60))
+def test_a_crash_loses_no_more_steps_than_were_said(every, step_s, write_s):
+    schedule, begun, lost = played(every, step_s, write_s, 200)
+    assert begun
+    assert max(lost, default=0) <= schedule.most_lost(step_s, write_s)
+    if every != "auto" and write_s <= step_s * every:
+        assert all(b - a == every for a, b in pairwise(begun))
+
+
+def test_what_is_said_and_when_the_next_one_begins_after_a_failure():
+    """The first step is not like others; there may be a generation at the end of an epoch, too."""
+    clock = Clock()
+    schedule = Schedule("auto", 0, clock)
+    assert schedule.most_lost(2.0, 5.0) == 6  # three steps between two, and three until the next one is there
+    assert schedule.bytes_per_day(10**9, 2.0, 5.0) == 10**9 * 86_400 / 6
+    assert Schedule(10, 0).bytes_per_day(10**9, 2.0, 5.0) == 10**9 * 86_400 / 20
+    for step, seconds in ((1, 5.0), (2, 0.25), (3, 0.75)):
+        clock.now += seconds
+        schedule.made(step)
+        schedule.made(step)
+    assert schedule.step_seconds() == 0.5
+    schedule.begin(3)
+    schedule.end(4, failed=True)
+    assert (schedule.is_due(5), schedule.is_due(104)) == (False, True)

@@ -68,17 +68,6 @@ def rewrite(folder: Path, **changes: Any) -> None:
     (folder / MANIFEST).write_text(json.dumps({**content, "sha256": digest}))
 
 
-def test_what_was_written_is_read(folder, tmp_path):
-    found = checked(folder)
-    assert (found.step, found.run, found.configuration) == (3, "a", {"stash": "host"})
-    assert {name: digest.num_bytes for name, digest in found.files.items()} == {
-        name: len(content) for name, content in CONTENT.items()
-    }
-    assert read_manifest(tmp_path) is None and read_manifest(tmp_path / "no") is None
-    rewrite(folder)
-    assert checked(folder) == found
-
-
 @settings(deadline=None, max_examples=times(6, 400))
 @given(st.sampled_from([*CONTENT, MANIFEST]), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_any_flipped_bit_is_noticed(tmp_path_factory, name, at, bit):
@@ -149,23 +138,18 @@ def test_links_are_neither_followed_nor_saved(folder, tmp_path):
 NAMES = ["../model.safetensors", "/etc/passwd", "part/../../x", "", ".", "./x", "a//b", "a\\b", "a\0b", MANIFEST]
 ENTRIES = [[-1, "0" * 64], ["1", "0" * 64], [True, "0" * 64], [1, "0" * 63], [1], None, [1, 2]]
 NUMBERS = [float("inf"), float("nan"), None, []]
-CHANGES: dict[str, list[dict[str, Any]]] = {
-    "names that lead elsewhere": [{"files": {name: [1, "0" * 64]}} for name in NAMES],
-    "entries": [{"files": {"model.safetensors": entry}} for entry in ENTRIES],
-    "numbers": [{field: value} for field in ("step", "format", "saved_at") for value in NUMBERS],
-}
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_is_no_manifest_is_refused_with_its_own_digest_too(folder, what):
+def test_what_is_no_manifest_is_refused(folder):
+    """Such fields, though the SHA-256 is that of the text; and other texts."""
     before = (folder / MANIFEST).read_bytes()
-    for change in CHANGES[what]:
+    changes = [{"files": {name: [1, "0" * 64]}} for name in NAMES]
+    changes += [{"files": {"model.safetensors": entry}} for entry in ENTRIES]
+    changes += [{field: value} for field in ("step", "format", "saved_at") for value in NUMBERS]
+    for change in changes:
         rewrite(folder, **change)
         assert damage(folder).file == MANIFEST, change
         (folder / MANIFEST).write_bytes(before)
-
-
-def test_other_texts_are_refused(folder):
     for text in ("", "{", "[]", "null", "[" * 100_000, "\xff\xfe", '{"sha256": 1}'):
         (folder / MANIFEST).write_text(text, encoding="latin-1")
         assert damage(folder).file == MANIFEST
@@ -176,15 +160,8 @@ def test_other_texts_are_refused(folder):
     assert damage(folder).file == MANIFEST
 
 
-def test_a_newer_format_is_told_from_damage(folder):
-    rewrite(folder, format=2)
-    with pytest.raises(ValueError, match="upgrade hf_l2l") as found:
-        read_manifest(folder)
-    assert not isinstance(found.value, DamagedCheckpointError)
-
-
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5)
-FILES = st.dictionaries(st.text(), JSON | st.tuples(st.integers(), st.from_regex("[0-9a-f]{64}")), max_size=3)
+FILES = st.dictionaries(st.text(), JSON | st.tuples(st.integers(), st.just("0" * 64)), max_size=3)
 
 
 @settings(deadline=None, max_examples=times(6, 400))

@@ -9,15 +9,9 @@ import gc
 
 import accelerate
 import hypothesis
-import transformers.models.albert.modeling_albert
 import transformers.models.bert.modeling_bert
-import transformers.models.deberta_v2.modeling_deberta_v2
-import transformers.models.electra.modeling_electra
-import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
-import transformers.models.roberta.modeling_roberta
 import transformers.models.t5.modeling_t5
-import transformers.models.vit.modeling_vit
 
 import benchmarks.kill_points
 import hf_l2l.testing

@@ -368,15 +368,11 @@ def failed_generation(folder: str, options: dict[str, Any], what: str = "generat
         patch.setattr(Region, "write", written)
         patch.setattr(background, "read_regions", own_regions)
         patch.setattr(trainer_part, "checkpoints_in", folders_in)
-        return _failed_generation(made, options)
-
-
-def _failed_generation(made: Failing, options: dict[str, Any]) -> dict[str, Any]:
-    found = {"error": ""}
-    try:
-        made.train()
-    except CheckpointSaveError as error:
-        found = {"error": str(error)}
+        found = {"error": ""}
+        try:
+            made.train()
+        except CheckpointSaveError as error:
+            found = {"error": str(error)}
     now = Path(options["l2l_realtime_checkpoint"])
     found |= {"step": made.state.global_step}
     distributed.barrier()  # rank 0 has let go of the folder

@@ -80,16 +80,6 @@ def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
     assert_resumed(found, whole)
 
 
-@pytest.mark.parametrize("size", [2, *more(4)])
-def test_on_two_hosts_a_checkpoint_has_all_state(pool, tmp_path, size):
-    whole = pool(size).run(on_hosts, 2, trained, "dropout", "l2l", str(tmp_path / "whole"), SHORT)
-    checkpoint = str(tmp_path / "whole" / "checkpoint-1")
-    state = torch.load(f"{checkpoint}/optimizer.pt", weights_only=True)["state"]
-    assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
-    given = "dropout", "l2l", str(tmp_path / "next"), SHORT, 70, checkpoint
-    assert_resumed(pool(size).run(on_hosts, 2, trained, *given), whole)
-
-
 @pytest.mark.parametrize(("before", "after"), [(2, 1), *more((1, 2))])
 def test_another_number_of_ranks_goes_on(pool, tmp_path, before, after):
     """With as many rows in a step, whichever rank has them: the same to rounding. Other batches are told."""
@@ -117,23 +107,18 @@ def test_checkpoints_go_both_ways(pool, tmp_path):
         assert run(after, f"{after} after", 70, str(tmp_path / before / "checkpoint-1")) == whole
 
 
-@pytest.mark.parametrize("limit", [1, *more(2)])
-def test_the_best_and_the_newest_are_kept(pool, tmp_path, limit):
-    options = {**SAVED, **BEST, "save_total_limit": limit, "max_steps": 4 * limit}
+def test_the_best_and_the_newest_are_kept(pool, tmp_path):
+    options = {**SAVED, **BEST, "save_total_limit": 1}
     (tmp_path / "checkpoint-1").mkdir()  # of somebody else
     found = pool(2).run(trained, "bert", "l2l", str(tmp_path), options)
     best = {Path(each["best"]).name for each in found}
-    newest = {f"checkpoint-{4 * limit}"} if limit > 1 else set()
-    assert len(best) == 1 and set(found[0]["checkpoints"]) >= {"checkpoint-1"} | best | newest
-    assert len(found[0]["checkpoints"]) <= limit + 1
+    assert len(best) == 1 and set(found[0]["checkpoints"]) == {"checkpoint-1"} | best
     saved = load_file(tmp_path / best.pop() / "model.safetensors")
     assert found[0]["weights"] == found[1]["weights"]
     assert found[0]["named"] == digest(*(saved[name] for name in sorted(saved)))
 
 
-@pytest.mark.parametrize(
-    "where", [(1, "generators"), *more((0, "commit"), (0, "room"), (0, "weights"), (1, "weights"))]
-)
+@pytest.mark.parametrize("where", [(1, "generators"), *more((0, "commit"), (0, "room"), (0, "weights"))])
 def test_a_checkpoint_that_one_rank_cannot_write_fails_in_all(pool, tmp_path, where):
     """Nothing of it is left, the one before is there, and the same ranks can train again."""
     for rank, found in enumerate(pool(2).run(failed_to_save, str(tmp_path), *where)):
@@ -159,10 +144,9 @@ def test_hosts_without_a_common_file_system_are_told(pool, tmp_path):
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("option", ["auto_find_batch_size", *more("enable_jit_checkpoint", "save_on_each_node")])
-def test_what_one_rank_would_do_alone_is_refused(pool, tmp_path, option):
-    with pytest.raises(AssertionError, match=f"ValueError: several ranks train without {option}"):
-        pool(2).run(trained, "bert", "l2l", str(tmp_path), {**SAVED, option: True})
+def test_what_one_rank_would_do_alone_is_refused(pool, tmp_path):
+    with pytest.raises(AssertionError, match="ValueError: several ranks train without auto_find_batch_size"):
+        pool(2).run(trained, "bert", "l2l", str(tmp_path), {**SAVED, "auto_find_batch_size": True})
 
 
 # ---- in the background
@@ -196,51 +180,44 @@ def trained_slowly(name: str, folder: str, options: dict[str, Any]) -> dict[str,
     return {**found, "copied": sum(each.most_copied_bytes for each in snapshots)}
 
 
-CASES = {
-    "rows": (2, 1, "large", {}),
-    "2 hosts": (2, 2, "bert", {}),
-    "2 ranks": (2, 1, "bert", {}),
-    "2 hosts of 2": (4, 2, "bert", {}),
-    "serial": (2, 1, "bert", {"eps_update": "serial"}),
-    "eager": (2, 1, "bert", {"eps_update": "eager", "max_grad_norm": 0.0}),
-    "3 ranks": (3, 1, "llama", {"l2l_moment_dtype": "bf16"}),
-    "rows in 16 bits": (3, 1, "large", {"cmp": "bf16"}),
-}
+PLACES = {"2 hosts": (2, 2, "dropout", {}), "rows in 16 bits": (3, 1, "large", {"cmp": "bf16"})}
 
 
-@pytest.mark.parametrize("case", ["2 hosts", *more(*CASES)])
-def test_checkpoints_have_the_values_of_their_step(pool, tmp_path, case):
-    size, hosts, name, options = CASES[case]
+@pytest.mark.parametrize("place", ["2 hosts", *more("rows in 16 bits")])
+def test_checkpoints_have_the_values_of_their_step(pool, tmp_path, place):
+    """All of the state, and are resumed."""
+    size, hosts, name, options = PLACES[place]
     options = {**SHORT, **options}
     at_once = pool(size).run(on_hosts, hosts, trained, name, "l2l", str(tmp_path / "at once"), options)
     later = {**options, "l2l_async_save": True}
     found = pool(size).run(on_hosts, hosts, trained_slowly, name, str(tmp_path / "later"), later)
     assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
-    assert [each["weights"] for each in found] == [each["weights"] for each in at_once]
     assert sum(each["copied"] for each in found) > 0, "updates have gone on beside the saving"
+    checkpoint = str(tmp_path / "later" / "checkpoint-1")
+    state = torch.load(f"{checkpoint}/optimizer.pt", weights_only=True)["state"]
+    assert len(state) > 10 and all({"exp_avg", "exp_avg_sq"} <= set(each) for each in state.values())
+    given = name, "l2l", str(tmp_path / "next"), options, 70, checkpoint
+    assert_resumed(pool(size).run(on_hosts, hosts, trained, *given), at_once)
+    assert_resumed(found, at_once)
 
 
-@pytest.mark.parametrize(("before", "after", "every"), [(2, 2, "auto"), *more((2, 2, "1"), (2, 3, "auto"))])
-def test_ranks_write_generations_beside_the_steps(pool, tmp_path, before, after, every):
+@pytest.mark.parametrize(("after", "every"), [(2, "auto"), *more((3, "1"))])
+def test_ranks_write_generations_beside_the_steps(pool, tmp_path, after, every):
     """The newest one alone is there, and another number of ranks goes on from it."""
     now = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "l2l_realtime_every": every}
-    unbroken = {**SAVED, "lr_scheduler_type": "constant"}
-    whole = pool(before).run(trained, "dropout", "l2l", str(tmp_path / "whole"), unbroken)
-    pool(before).run(trained_slowly, "dropout", str(tmp_path / "broken"), {**now, "max_steps": 3})
+    pool(2).run(trained_slowly, "dropout", str(tmp_path / "broken"), {**now, "max_steps": 3})
     (left,) = (tmp_path / "now").glob("checkpoint-*")
     assert left.name in ("checkpoint-2", "checkpoint-3") and (left / MANIFEST).is_file()
-    given = "dropout", "l2l", str(tmp_path / "broken"), {**now, "max_steps": 4}, 70, True
-    found = pool(after).run(trained, *given)
+    found = pool(after).run(trained, "dropout", "l2l", str(tmp_path / "broken"), {**now, "max_steps": 4}, 70, True)
     assert all(each["step"] == 4 for each in found)
-    if before == after:
-        assert_resumed(found, whole)
+    if after == 2:
+        unbroken = {**SAVED, "save_strategy": "no", "lr_scheduler_type": "constant"}
+        assert_resumed(found, pool(2).run(trained, "dropout", "l2l", str(tmp_path / "whole"), unbroken))
     (last,) = (tmp_path / "now").glob("checkpoint-*")
     assert int(last.name.removeprefix("checkpoint-")) > int(left.name.removeprefix("checkpoint-"))
 
 
-@pytest.mark.parametrize(
-    ("errors", "what"), [("stop", "values"), *more(("warn", "part"), ("stop", "part"), ("warn", "generators"))]
-)
+@pytest.mark.parametrize(("errors", "what"), [("stop", "values"), *more(("warn", "part"), ("warn", "generators"))])
 def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_path, errors, what):
     """All ranks end with its error, or all go on; the one before is whole, and nothing else is left."""
     options = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "max_steps": 6}
@@ -251,14 +228,13 @@ def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_pa
         assert found["error"].count("No space left on device") == (errors == "stop")
 
 
-@pytest.mark.parametrize("every", ["1", *more("auto")])
-def test_a_folder_that_rank_0_cannot_look_into_changes_nothing(pool, tmp_path, every):
+def test_a_folder_that_rank_0_cannot_look_into_changes_nothing(pool, tmp_path):
     """The generation is in its place; all ranks begin the next one after the same step."""
-    now = {"l2l_realtime_checkpoint": str(tmp_path / "now"), "l2l_realtime_every": every}
-    options = {**REALTIME, **now, "max_steps": 5, "l2l_realtime_errors": "warn"}
+    options = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now")}
+    options |= {"max_steps": 5, "l2l_realtime_errors": "warn"}
     for found in pool(2).run(failed_generation, str(tmp_path / "run"), options, "folder"):
         assert (found["step"], found["error"]) == (5, "")
-        assert "checkpoint-5" in found["left"] or every == "auto"
+        assert "checkpoint-5" in found["left"]
 
 
 @contextmanager

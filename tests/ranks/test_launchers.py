@@ -72,14 +72,6 @@ def test_torchrun_goes_on_after_a_rank_was_killed(tmp_path):
 
 
 @nightly
-def test_a_generation_is_resumed_by_another_number_of_ranks(tmp_path):
-    """As an elastic launcher starts them: with fewer, and then with more."""
-    for ranks in ("2", "1", "3"):
-        launcher = [*TORCHRUN[:-1], ranks]
-        assert result(launcher, tmp_path / "run", "0", "realtime")[:2] == [ranks, "6"]
-
-
-@nightly
 def test_torchrun_on_two_hosts(tmp_path):
     """One rank on each has the bits of two on one; two on each end as they should."""
     if os.getuid() != 0 or subprocess.run(["ip", "netns", "list"], check=False).returncode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,23 +11,20 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import distributed
+from torch import distributed, nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, load_once
-from hf_l2l.budget.agreed import is_so_for_all, reason_of_any
 from hf_l2l.budget.within import plan_within
 from hf_l2l.hf.preparation import make_masters_fp32
-from hf_l2l.memory import host_limits
-from hf_l2l.memory.memory_estimate import estimate
+from hf_l2l.optim.layerwise_check import can_step_rows
+from hf_l2l.optim.layerwise_step import places_of
+from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.probe import known
 from hf_l2l.probe.figures import HardwareFigures
-from hf_l2l.ranks.owners import mask_of, share_of_cores
-from host_cases import on_hosts
+from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores, shares_of_rows
 from models import batch_for, bert, llama
-from rank_cases import rank_here
+from rank_cases import OPTIMIZERS, rank_here
 from rank_pool import digest
-from rank_trainer import trained
-from tiers import more
 
 # ---- cores
 
@@ -34,21 +32,15 @@ NODES = [range(0, 8), range(8, 16)]
 """Cores of two NUMA nodes."""
 
 
-@pytest.mark.parametrize(
-    ("cores", "shares"),
-    [
+def test_cores_that_several_ranks_may_use_are_shared():
+    for cores, shares in (
         ([range(16)] * 4, [4] * 4),  # not bound
-        ([NODES[0], NODES[0], NODES[1], NODES[1]], [4] * 4),  # torchrun --numa-binding=node
-        ([range(0, 4), range(4, 8), range(8, 12), range(12, 16)], [4] * 4),  # --numa-binding=exclusive
         ([NODES[0], NODES[0], NODES[0], NODES[1]], [2, 2, 2, 8]),
         ([range(2)] * 4, [1] * 4),  # fewer cores than ranks
         ([range(6), [0, 1]], [5, 1]),
-        ([range(1000, 1024)], [24]),
-    ],
-)
-def test_cores_that_several_ranks_may_use_are_shared(cores, shares):
-    masks = [mask_of(each) for each in cores]
-    assert [share_of_cores(masks, place) for place in range(len(masks))] == shares
+    ):
+        masks = [mask_of(each) for each in cores]
+        assert [share_of_cores(masks, place) for place in range(len(masks))] == shares
 
 
 def threads_of_rank() -> int:
@@ -67,29 +59,6 @@ def test_updates_of_a_rank_have_its_cores_but_one(pool):
 
 
 # ---- memory
-
-
-def in_a_host_of(num_bytes: int, folder: str) -> int | str:
-    """Train where so many bytes are available; the first rank holds all masters, and the others none."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_limits, "available_host_bytes", lambda: num_bytes)
-        patch.setattr(host_limits, "own_bytes", lambda: 2**40 if distributed.get_rank() == 0 else 0)
-        try:
-            found: dict[str, Any] = trained("bert", "l2l", folder, {"optim": "adamw_torch", "max_steps": 1})
-        except MemoryError as error:
-            return str(error)
-        return int(found["step"])
-
-
-def test_masters_that_the_first_rank_has_read_are_there_for_all(pool, tmp_path):
-    """Gradients and moments are to come: of two hosts, each needs half of them. Too little is refused by all."""
-    need = estimate(bert(), L2LConfig())
-    state = need.gradients + need.moments + 2**12  # AdamW's step counters, too
-    assert pool(2).run(in_a_host_of, state, str(tmp_path)) == [1, 1]
-    for hosts in more(2):
-        assert pool(2).run(on_hosts, hosts, in_a_host_of, state // hosts, str(tmp_path)) == [1, 1]
-    for said in pool(2).run(in_a_host_of, need.moments, str(tmp_path)):
-        assert "training needs" in str(said) and "is available" in str(said)
 
 
 def own_bytes() -> int:
@@ -119,14 +88,12 @@ def test_masters_in_fp32_are_made_by_the_first_alone(pool):
 
 # ---- values
 
-KINDS = {"bert": hf.AutoModelForSequenceClassification, "llama": hf.AutoModelForCausalLM}
 
-
-def loaded(name: str, folder: str) -> tuple[bool, str, str]:
+def loaded(folder: str) -> tuple[bool, str, str]:
     """In a rank: whether the model had values before it was attached; digests of its values then, and of a step."""
     rank = rank_here()
     with load_once():
-        model = KINDS[name].from_pretrained(folder)
+        model = hf.AutoModelForCausalLM.from_pretrained(folder)
     had_values = not any(p.is_meta for p in model.parameters())
     eps = attach_l2l(model, L2LConfig())
     values = digest(*model.parameters(), *model.buffers())
@@ -140,20 +107,19 @@ def loaded(name: str, folder: str) -> tuple[bool, str, str]:
     assert not any(b.is_meta for b in model.buffers())
     if rank:
         with load_once(), pytest.raises(ValueError, match="device_map"):
-            KINDS[name].from_pretrained(folder, device_map="cpu")
+            hf.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
     return had_values, values, after
 
 
-@pytest.mark.parametrize("name", ["llama", *more("bert")])
-def test_one_rank_loads_a_model_and_others_get_its_values(pool, tmp_path, name):
+def test_one_rank_loads_a_model_and_others_get_its_values(pool, tmp_path):
     torch.manual_seed(1)
-    model = bert() if name == "bert" else llama(tie_word_embeddings=True)
+    model = llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
-    found = pool(2).run(loaded, name, str(tmp_path))
+    found = pool(2).run(loaded, str(tmp_path))
     assert [each[0] for each in found] == [True, False]
     assert found[0][1] == found[1][1] == digest(*model.parameters(), *model.buffers())
     assert found[0][2] == found[1][2] != found[0][1]
-    assert loaded(name, str(tmp_path))[0], "one process loads as ever"
+    assert loaded(str(tmp_path))[0], "one process loads as ever"
 
 
 # ---- a plan
@@ -196,11 +162,69 @@ def test_rank_0_measures_and_all_have_its_plan(pool, tmp_path):
         assert each["error"].startswith("rank 0 measures the machine") and each["error"].endswith("no figures")
 
 
-def agreed() -> tuple[Any, ...]:
-    """What ranks of which the second is of another opinion agree on."""
-    is_second = distributed.get_rank() == 1
-    return reason_of_any("a reason" if is_second else None), reason_of_any(None), is_so_for_all(not is_second)
+# ---- rows of large matrices in no layer, which all ranks update together
+
+ELEMENTWISE = ("adamw", "foreach", "fused", "sgd", "nadam")
 
 
-def test_ranks_agree_on_whether_they_plan(pool):
-    assert pool(2).run(agreed) == [("a reason", None, False)] * 2
+def test_a_trial_of_matrices_tells_whether_rows_can_be_updated_apart():
+    """Whatever comes before them in their group."""
+    for name, first in itertools.product(OPTIMIZERS, [(), ((4,), (1, 1, 8))]):
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in (*first, (64, 64))]
+        assert can_step_rows(OPTIMIZERS[name](parameters), parameters[-1:]) == (name in ELEMENTWISE), name
+
+
+class Orthogonal(torch.optim.AdamW):
+    """As one whose groups with `orthogonal` update a matrix as a whole."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group.get("orthogonal") and p.grad is not None:
+                    p.grad /= p.grad.norm()
+        return super().step(closure)
+
+
+def test_only_groups_with_such_matrices_are_tried():
+    embedding, other = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(8, 8))
+    optimizer = Orthogonal([{"params": [embedding]}, {"params": [other], "orthogonal": True}])
+    trial = [can_step_rows(optimizer, each) for each in ([embedding], [embedding, other], [other], [])]
+    assert trial == [True, False, False, False]
+    assert can_step_rows(optimizer, [embedding.requires_grad_(False)])  # it may be trained later
+
+
+class Growing(torch.optim.SGD):
+    """Keeps one more tensor from its fourth step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for state in self.state.values():
+            state["steps"] = state.get("steps", 0) + 1
+            if state["steps"] > 3:
+                state["slow"] = torch.zeros_like(state["momentum_buffer"])
+        return found
+
+
+def test_a_state_that_gets_another_key_is_refused():
+    p = nn.Parameter(torch.randn(8, 16))
+    optimizer = Growing([p], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    step = RowsStep(optimizer, p, torch.ones_like(p), places_of(optimizer), slice(0, 4))
+    with pytest.raises(RuntimeError, match="made or dropped 'slow'"):
+        step.run()
+
+
+def test_shares_begin_at_a_multiple_of_what_kernels_compute_at_once():
+    """Divided tensors are work of all ranks."""
+    for rows, width, count, starts in (
+        *((1000, 64, 4, [0, 250, 500, 750]), (1000, 33, 2, [0, 448]), (1001, 48, 2, [0, 500])),
+    ):
+        shares = shares_of_rows(rows, width, count)
+        assert [share.start for share in shares] == starts and shares[-1].stop == rows
+        assert all(share.start * width % 64 == 0 for share in shares)
+    assert shares_of_rows(64, 1, 2) is None
+    assert dealt([100, 10, 10, 10], [0, 0]) == [0, 1, 1, 1]
+    assert dealt([100, 10, 10, 10], [0, 0], [0]) == [0, 0, 1, 0]

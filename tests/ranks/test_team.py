@@ -11,7 +11,8 @@ import socket
 import stat
 import struct
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
@@ -22,12 +23,12 @@ from hf_l2l import RankFailedError, detach_l2l
 from hf_l2l.ranks import meeting, shared_pages
 from hf_l2l.ranks import team as teams
 from hf_l2l.ranks.peers import Peers
-from hf_l2l.ranks.shared_pages import SharedPages, check_file, new_file
+from hf_l2l.ranks.shared_pages import SharedPages, new_file
 from hf_l2l.ranks.team import Team
 from left_over import own_threads, shared_memory
 from models import batch_for
 from rank_cases import Ranked, mapped, state_digest
-from tiers import more
+from tiers import times
 
 SIZE = 3 * mmap.PAGESIZE
 
@@ -44,29 +45,20 @@ def opened() -> list[str]:
 # ---- the memory
 
 
-def test_the_size_of_the_memory_is_sealed():
-    """Whoever has the descriptor: reading memory that was made smaller would end the process."""
+def test_the_memory_is_of_its_user_alone_and_its_size_is_sealed():
+    """Whoever has the descriptor: reading memory that was made smaller would end the process. It has no name."""
+    before = shared_memory()
     descriptor = new_file(SIZE)
     try:
+        found = os.fstat(descriptor)
+        assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_nlink) == (0o600, os.getuid(), 0)
+        assert not os.get_inheritable(descriptor) and shared_memory() == before
         for size in (0, SIZE - mmap.PAGESIZE, SIZE + mmap.PAGESIZE):
             with pytest.raises(PermissionError):
                 os.ftruncate(descriptor, size)
         assert os.fstat(descriptor).st_size == SIZE
         with pytest.raises(PermissionError):  # the seals cannot be changed either
             shared_pages.fcntl.fcntl(descriptor, shared_pages.fcntl.F_ADD_SEALS, shared_pages.fcntl.F_SEAL_WRITE)
-    finally:
-        os.close(descriptor)
-
-
-def test_the_memory_is_of_its_user_alone_and_has_no_name():
-    before = shared_memory()
-    descriptor = new_file(SIZE)
-    try:
-        found = os.fstat(descriptor)
-        assert stat.S_IMODE(found.st_mode) == 0o600
-        assert (found.st_uid, found.st_nlink) == (os.getuid(), 0)
-        assert not os.get_inheritable(descriptor)
-        assert shared_memory() == before
     finally:
         os.close(descriptor)
 
@@ -92,33 +84,28 @@ def unsealed(num_bytes: int) -> int:
     return descriptor
 
 
-@pytest.mark.parametrize("made", [lambda: unsealed(SIZE), lambda: new_file(SIZE - mmap.PAGESIZE)])
-def test_memory_that_could_get_smaller_is_refused(made):
-    descriptor = made()
-    try:
-        with pytest.raises(ValueError, match="shared memory must be sealed and have the size that was agreed on"):
-            check_file(descriptor, SIZE)
-    finally:
-        os.close(descriptor)
-
-
 # ---- a team in threads of this process
 
 
-def teams_of(count: int, timeout_s: float = 60.0) -> list[Team]:
+@contextmanager
+def teams_of(count: int, timeout_s: float = 60.0) -> Iterator[list[Team]]:
     """Teams that have met, without a process group."""
     messages, of_all = connected(count), connected(count)
     files = {0: of_all[0], **{rank: {0: of_all[rank][0]} for rank in range(1, count)}}
     for a, b in itertools.permutations(range(1, count), 2):
         of_all[a][b].close()
-    return [Team(Peers(r, messages[r], timeout_s, files[r].values()), files[r]) for r in range(count)]
+    teams = [Team(Peers(r, messages[r], timeout_s, files[r].values()), files[r]) for r in range(count)]
+    try:
+        yield teams
+    finally:
+        for each in teams:
+            each.close()
 
 
-@pytest.mark.parametrize("count", [3, *more(2)])
-def test_a_team_shares_memory_and_leaves_nothing(count):
-    before = opened(), mapped()
-    with ExitStack() as stack:
-        ranks = [stack.enter_context(closing(each)) for each in teams_of(count)]
+def test_a_team_shares_memory_and_leaves_nothing():
+    """Texts are told whole, those that are longer than a message, too."""
+    before, count = (opened(), mapped()), 3
+    with teams_of(count) as ranks:
         pages = at_once(*(lambda each=each: each.share(100, "a test") for each in ranks))
         pages[count - 1].bytes_at(0, 100).fill_(3)
         assert all(each.bytes_at(0, 100).eq(3).all() for each in pages)
@@ -127,66 +114,42 @@ def test_a_team_shares_memory_and_leaves_nothing(count):
                 each.counts += each.rank + 1
             at_once(*(lambda each=each: each.come_to_step("test", 0) for each in ranks))
         assert [(each.counts, each.counted) for each in ranks] == [(0, count * (count + 1))] * count
+        texts = ["a" * 100_000, "\N{SNOWMAN}" * 100_000, "-"]
+        told = at_once(*(lambda each=each: each.tell(texts[each.rank], "test") for each in ranks))
+        assert told == [texts] * count
     del pages
     assert (opened(), mapped()) == before
 
 
-@pytest.mark.parametrize("length", [1, 2**14, 100_000])
-def test_texts_of_any_length_are_told_whole(length):
-    teams = teams_of(3)
-    try:
-        for texts in (["x" * length, "", "short"], ["a" * length, "\N{SNOWMAN}" * length, "-"]):
-            told = at_once(
-                *(
-                    lambda team=team, text=text: team.tell(text, "test")
-                    for team, text in zip(teams, texts, strict=True)
-                )
-            )
-            assert told == [texts] * 3
-    finally:
-        for each in teams:
-            each.close()
-
-
 def test_other_arguments_are_refused_in_all_ranks():
-    ranks = teams_of(3)
-    try:
+    with teams_of(3) as ranks:
         found = at_once(*(lambda each=each: each.share(100 + each.rank // 2, "a test") for each in ranks))
-    finally:
-        for each in ranks:
-            each.close()
     for error in found:
         assert "must attach the same model" in str(error)
         assert "100 bytes for a test" in str(error) and "101 bytes for a test" in str(error)
 
 
-def test_memory_that_another_rank_sends_unsealed_is_refused(monkeypatch):
-    ranks = teams_of(2)
-    monkeypatch.setattr(teams, "new_file", unsealed)
-    before = opened()
-    try:
-        found = at_once(*(lambda each=each: each.share(100, "a test") for each in ranks))
-        assert isinstance(found[1], ValueError) and "shared memory must be sealed" in str(found[1])
-        assert opened() == before
-    finally:
-        for each in ranks:
-            each.close()
+@pytest.mark.parametrize("made", [unsealed, lambda size: new_file(size - mmap.PAGESIZE)])
+def test_memory_that_could_get_smaller_is_refused(monkeypatch, made):
+    """In the rank that gets it."""
+    monkeypatch.setattr(teams, "new_file", made)
+    with teams_of(2) as ranks:
+        before = opened()
+        found = at_once(*(lambda each=each: each.share(SIZE, "a test") for each in ranks))
+        assert "shared memory must be sealed and have the size that was agreed on" in str(found[1])
+        assert isinstance(found[1], ValueError) and opened() == before
 
 
 def test_a_rank_that_fails_before_it_has_sent_memory_is_not_waited_for(monkeypatch):
     """Also if its connection for descriptors stays open."""
-    ranks = teams_of(2, timeout_s=2.0)
 
     def fails(num_bytes: int) -> int:
         ranks[0].peers.tell_failure("it has no memory left")
         raise ValueError("no memory")
 
     monkeypatch.setattr(teams, "new_file", fails)
-    try:
+    with teams_of(2, timeout_s=2.0) as ranks:
         found = at_once(*(lambda each=each: each.share(100, "a test") for each in ranks))
-    finally:
-        for each in ranks:
-            each.close()
     assert isinstance(found[1], RankFailedError) and "rank 0 has failed: it has no memory left" in str(found[1])
 
 
@@ -245,25 +208,21 @@ def nothing() -> dict[str, Any]:
     return {"files": sorted(each[:6] for each in opened()), "maps": mapped(), "threads": len(own_threads())}
 
 
-def attached_again_and_again(times: int) -> list[dict[str, Any]]:
+def attached_again_and_again(count: int) -> list[dict[str, Any]]:
     found = [nothing()]
-    for number in range(times):
+    for number in range(count):
         run = Ranked(eps_update="deferred")
         run.steps([0])
         assert mapped() > 3
         run.ended()
         del run
-        if number in (0, times - 1):
+        if number in (0, count - 1):
             found.append(nothing())
     return found
 
 
-@pytest.mark.parametrize(
-    ("sim", "times"),
-    [(False, 3), *more((False, 20), (True, 20))],
-)
-def test_attaching_again_and_again_leaves_nothing(pool, sim, times):
-    for before, once, often in pool(2, sim=sim).run(attached_again_and_again, times):
+def test_attaching_again_and_again_leaves_nothing(pool):
+    for before, once, often in pool(2).run(attached_again_and_again, times(3, 20)):
         assert len(often["files"]) <= len(once["files"])  # gloo closes some of its sockets later
         assert "/memfd" not in often["files"]
         assert (often["maps"], often["threads"]) == (0, before["threads"])
@@ -286,10 +245,9 @@ def still_mapped() -> dict[str, Any]:
     return {**found, "grad": (before, run.gradients()), "steps": steps, "state": state_digest(state)}
 
 
-@pytest.mark.parametrize("sim", [False, *more(True)])
-def test_a_detached_model_has_memory_of_its_own(pool, sim):
+def test_a_detached_model_has_memory_of_its_own(pool):
     """And so has its optimizer: what one rank does to it does not reach the others."""
-    first, second = pool(2, sim=sim).run(still_mapped)
+    first, second = pool(2).run(still_mapped)
     assert [(each["maps"], each["threads"]) for each in (first, second)] == [(0, 0)] * 2
     assert first["steps"] == {3} and second["steps"] == {2}
     assert first["state"] != second["state"]

@@ -20,7 +20,6 @@ from hf_l2l.ranks.messages import BARRIER, FAILED, HEARTBEAT, LEAVING, UPDATED
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.watch import HEADER
 from rank_programs import Program, Programs
-from tiers import more, nightly
 
 # ---- failure
 
@@ -40,14 +39,10 @@ def test_the_end_of_a_rank_ends_a_wait_with_its_number():
     finally:
         for each in ranks:
             each.close()
+    assert pickle.loads(pickle.dumps(found[0])).rank == 1  # noqa: S301
     for rank, error, why in ((0, found[0], "the test"), (2, found[1], "it")):
         assert isinstance(error, RankFailedError) and error.rank == 1
         assert str(error) == f"rank 1 has failed: its process has ended, while rank {rank} waited: {why}"
-
-
-def test_the_error_passes_through_pickle():
-    error = pickle.loads(pickle.dumps(RankFailedError("rank 3 has failed", 3)))  # noqa: S301
-    assert (type(error), str(error), error.rank) == (RankFailedError, "rank 3 has failed", 3)
 
 
 def test_a_silent_rank_fails_after_half_of_the_timeout_and_not_before():
@@ -58,18 +53,17 @@ def test_a_silent_rank_fails_after_half_of_the_timeout_and_not_before():
     assert str(error.value).startswith("rank 1 has failed: it has not answered for 1 seconds")
 
 
-@pytest.mark.parametrize("to", [0, *more(2)])
-def test_a_rank_that_leaves_is_a_failure_only_for_who_waits_for_it(to):
+def test_a_rank_that_leaves_is_a_failure_only_for_who_waits_for_it():
     """Rank 1 has left; a wait for another rank goes on."""
     with met(3) as ranks:
         at_once(*(lambda rank=rank: rank.gather(BARRIER, 1, b"", "test") for rank in ranks))
         ranks[1].close()
-        waiting = ranks[2 - to]
+        waiting = ranks[2]
         until(lambda: 1 in waiting.state.left)
         waiting.check()
-        waiting.check("another rank", [to])
+        waiting.check("another rank", [0])
         done: list[int] = []
-        at_once(lambda: waiting.wait(lambda: bool(done), "rank has come", [to]), lambda: done.append(1))
+        at_once(lambda: waiting.wait(lambda: bool(done), "rank has come", [0]), lambda: done.append(1))
         with pytest.raises(RankFailedError, match="rank 1 has failed: it has ended its training") as error:
             waiting.gather(BARRIER, 2, b"", "the last step")
     assert error.value.rank == 1
@@ -132,14 +126,6 @@ def test_a_message_to_a_rank_that_is_leaving_does_not_make_it_failed():
             rank.send(UPDATED, 1)
         until(lambda: 1 in rank.state.left)
         rank.check()
-
-
-def test_a_failure_that_is_told_carries_its_text_and_number():
-    with met(3) as ranks:
-        ranks[1].tell_failure("it has no memory left")
-        for rank in (ranks[0], ranks[2]):
-            error = until_failed(rank)
-            assert (str(error), error.rank) == ("rank 1 has failed: it has no memory left", 1)
 
 
 def test_the_first_cause_is_told_not_the_messenger():
@@ -227,16 +213,11 @@ def test_an_error_that_is_kept_has_not_been_told():
         ranks[0].error_is_raised()  # or the thread would end this process
 
 
-def test_nothing_is_left_of_it():
+def test_nothing_is_left_of_ranks_that_leave_or_are_given_up():
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
+    for _ in range(5):
         with met(3):
             pass
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
-
-
-def test_peers_that_are_given_up_leave():
-    threads = threading.active_count()
     sockets = connected(2)
     other, given_up = Peers(0, sockets[0], LONG_S), Peers(1, sockets[1], LONG_S)
     del given_up
@@ -245,6 +226,7 @@ def test_peers_that_are_given_up_leave():
         until(lambda: threading.active_count() == threads + 1)
     finally:
         other.close()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
 
 
 # ---- processes
@@ -291,12 +273,7 @@ def begun(programs: Programs, text: str, number: int, to: dict[int, socket.socke
     return found
 
 
-WAITS = {
-    "sleep": "time.sleep(100)",
-    "input": "select.select([0], [], [])",
-    "closed stderr": "sys.stderr.close(); time.sleep(100)",
-    # The error is raised in a thread that keeps it: the program has not got it.
-    "kept": """
+KEEPS = """
 def keeps():
     try:
         rank.gather(3, 1, b"", "test")
@@ -304,44 +281,34 @@ def keeps():
         rank.error_is_kept()
 threading.Thread(target=keeps).start()
 time.sleep(100)
-""",
-}
+"""
 
 
-@pytest.mark.parametrize("where", ["kept", *more("closed stderr", "sleep", "input")])
-def test_a_process_that_waits_elsewhere_is_ended(programs, where):
+def test_a_process_that_waits_elsewhere_is_ended(programs):
+    """The error is raised in a thread that keeps it: the program has not got it."""
     sockets = connected(2)
-    process = begun(programs, WAITS[where], 0, sockets[0], TIMEOUT_S)
+    process = begun(programs, KEEPS, 0, sockets[0], TIMEOUT_S)
     began = time.monotonic()
     sockets[1][0].close()
     assert process.wait(30) == 1  # its standard input stays open
     assert time.monotonic() - began < 2 * TIMEOUT_S
-    text = process.stderr.read()
-    assert where == "closed stderr" or "rank 1 has failed: its process has ended" in text
+    assert "rank 1 has failed: its process has ended" in process.stderr.read()
 
 
 ENDS = {
-    "sys.exit(3)": "it has ended its training, or detached its model",
+    "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0); sys.exit(3)": "it has ended its training",
     "raise MemoryError('none')": "its program has raised MemoryError",
     "os.kill(os.getpid(), signal.SIGKILL)": "its process has ended",
-    "": "it has ended its training, or detached its model",
-    "os._exit(3)": "its process has ended",
-    "os.kill(os.getpid(), signal.SIGTERM)": "its process has ended",
-    "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0); sys.stdin.read()": None,
 }
 
 
-@pytest.mark.parametrize("program", [*list(ENDS)[:3], *more(*list(ENDS)[3:])])
+@pytest.mark.parametrize("program", ENDS)
 def test_how_a_program_has_ended(programs, program):
     """One that raises is a failure, also for ranks that do not wait for it. A forked process is no rank."""
     sockets, expected = connected(2), ENDS[program]
     process = begun(programs, program, 1, sockets[1], LONG_S)
     rank = Peers(0, sockets[0], LONG_S)
     try:
-        if expected is None:
-            with pytest.raises(TimeoutError):
-                process.wait(0.5)
-            return
         process.ended(30)
         if "ended its training" in expected:
             until(lambda: 1 in rank.state.left)
@@ -361,20 +328,19 @@ rank.close()
 """
 
 
-@nightly  # a rank that wakes up: `test_a_stopped_rank_is_a_failure_and_wakes_up_to_an_error`
 def test_ranks_that_are_all_stopped_go_on(programs):
     """As by Ctrl-Z of a launcher: nobody takes the pause for a failure of the others."""
-    sockets = connected(3)
-    processes = [begun(programs, _ANSWERS, rank, sockets[rank], TIMEOUT_S) for rank in range(3)]
-    assert [process.stdout.readline() for process in processes] == ["1\n"] * 3
-    for number in (signal.SIGSTOP, signal.SIGCONT):
+    sockets = connected(2)
+    processes = [begun(programs, _ANSWERS, rank, sockets[rank], TIMEOUT_S) for rank in range(2)]
+    assert [process.stdout.readline() for process in processes] == ["1\n"] * 2
+    for number, seconds in ((signal.SIGSTOP, 0.75 * TIMEOUT_S), (signal.SIGCONT, 0.2)):
         for process in processes:
             process.kill(number)
-        time.sleep(TIMEOUT_S)  # in which a failure would be noticed
+        time.sleep(seconds)  # in which a failure would be noticed
     for process in processes:
         process.stdin.write("go on\n")
         process.stdin.flush()
-    assert [process.ended(30) for process in processes] == [(0, "2\n", "")] * 3
+    assert [process.ended(30) for process in processes] == [(0, "2\n", "")] * 2
 
 
 def test_a_stopped_rank_is_a_failure_and_wakes_up_to_an_error(programs):
