@@ -9,29 +9,15 @@ import torch
 from torch import nn
 
 from impure_layers import WIDTH, Block, assert_trained_alike, attach, batch, made, trained
-from tiers import more
+from tiers import cpu_suffices
 
 OPTIONS: list[dict[str, Any]] = [{}, {"ubatch_size": 2, "stash": "host"}, {"eps_update": "eager"}]
 pytestmark = pytest.mark.filterwarnings("ignore:ubatch_size=2 has no effect")
 
 
-def returns_another(net: Any) -> None:
-    for layer in net.layers:
-        layer.a.register_forward_hook(lambda module, args, out: 1.5 * out)
-
-
 def writes_in_place(net: Any) -> None:
     for layer in net.layers:
         layer.a.register_forward_hook(lambda module, args, out: (out.mul_(0.5), None)[1])
-
-
-def steers(net: Any) -> None:
-    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        with torch.no_grad():
-            out[:, -1] += 1
-
-    for layer in net.layers:
-        layer.b.register_forward_hook(hook)
 
 
 def adds_an_adapter(net: Any) -> None:
@@ -94,17 +80,14 @@ def removes_itself(net: Any) -> None:
 
 # Torch crashes if a hook writes to a view, and another one asks for its gradient: these are two groups.
 HOOKS = (
-    (returns_another, changes_gradients, adds_an_adapter, pushes_and_pops, removes_itself),
-    (writes_in_place, steers, changes_arguments, sets_what_the_layer_reads),
+    (changes_gradients, adds_an_adapter, pushes_and_pops, removes_itself),
+    (writes_in_place, changes_arguments, sets_what_the_layer_reads),
 )
 
 
 @pytest.mark.parametrize(
     ("hooks", "options"),
-    [
-        *zip((*HOOKS, *HOOKS), (OPTIONS[1], OPTIONS[0], OPTIONS[2], OPTIONS[1]), strict=True),
-        *more(*(((each,), options) for group in HOOKS for each in group for options in OPTIONS)),
-    ],
+    [(HOOKS[0], OPTIONS[1]), (HOOKS[1], OPTIONS[0]), (HOOKS[0], OPTIONS[2]), (HOOKS[1], OPTIONS[1])],
 )
 def test_hooks_do_what_they_do_in_plain_torch(hooks, options):
     plain, ours = made(), made()
@@ -127,7 +110,7 @@ def changes_inputs(net: Any, factor: float) -> list[Any]:
     return [layer.a.register_forward_pre_hook(hook, with_kwargs=True) for layer in net.layers]
 
 
-@pytest.mark.parametrize("options", [*OPTIONS[1:], *more({})], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
 def test_the_recompute_has_the_hooks_of_the_forward_and_not_those_of_the_backward(options):
     def run(options: dict[str, Any] | None = None) -> Any:
         net, factors = made(), iter([3.0, 0.5])
@@ -161,24 +144,13 @@ class ForOneCall(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("options", [*OPTIONS[1:], *more({})], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
 def test_hooks_for_one_call_that_know_the_batch(options):
     """Also where the call is begun once more, to find out how to split it, and ends with an exception."""
     assert_trained_alike(trained(ForOneCall(), options), trained(ForOneCall()))
 
 
-def test_a_hook_that_was_removed_does_not_collect_again():
-    net = made()
-    attach(net)
-    features: list[Any] = []
-    handles = [layer.a.register_forward_hook(lambda module, args, out: features.append(out)) for layer in net.layers]
-    loss = net(batch())
-    for handle in handles:
-        handle.remove()
-    loss.backward()
-    assert len(features) == 3
-
-
+@cpu_suffices
 def test_a_hook_that_asks_for_a_gradient_has_it():
     """As those do that show what a model has looked at."""
     gradients = []
@@ -217,10 +189,7 @@ class LeavesWhatItWasGiven(Block):
         return super().forward(h)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(LeavesItsLossInAGlobal, {}), (LeavesWhatItWasGiven, OPTIONS[1]), *more((LeavesWhatItWasGiven, {}))],
-)
+@pytest.mark.parametrize(("kind", "options"), [(LeavesItsLossInAGlobal, {}), (LeavesWhatItWasGiven, OPTIONS[1])])
 def test_a_loss_that_a_layer_leaves_elsewhere_is_refused_in_the_first_step(kind, options):
     net = made(kind)
     attach(net, **options)
