@@ -216,8 +216,9 @@ def test_layers_that_change_a_weight_while_they_run(kind, apart):
     blocks = nn.Sequential(kind(), kind()).double()
     plain, x = copy.deepcopy(blocks), torch.randn(6, 4, dtype=torch.float64)
     plain(x).sum().backward()
+    model = nn.ModuleDict({"blocks": blocks})
     with forced_copies() if apart else nullcontext():
-        attach_l2l(blocks, L2LConfig(layer_classes=(kind.__name__,)))
+        attach_l2l(model, L2LConfig(layer_classes=(kind.__name__,)))
         for _ in range(2):
             blocks.zero_grad()
             blocks(x).sum().backward()

@@ -367,22 +367,6 @@ def test_features_with_several_backwards():
 
 
 @cpu_suffices
-def test_the_memory_of_features_is_free_when_nobody_has_them():
-    net = made()
-    attach(net)
-    features = in_a_list(net)
-    gc.disable()
-    try:
-        loss = net(batch())
-        found = features()
-        seen = [weakref.ref(each) for each in found]
-        del loss, found
-        assert all(each() is None for each in seen)
-    finally:
-        gc.enable()
-
-
-@cpu_suffices
 def test_a_layer_that_uses_what_a_hook_has_collected_of_another_one_is_refused():
     net = made()
     attach(net)
@@ -421,13 +405,20 @@ def test_copies_that_a_hook_has_begun_are_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["on a layer", "inside a layer"])
-def test_features_of_a_step_that_is_over_do_not_keep_the_model(where):
+def test_features_of_a_step_that_is_over_are_free_and_do_not_keep_the_model(where):
     """They are in the closure of a hook of the model: together with a graph that has it, they would stay for good."""
     net = made()
     features: dict[str, torch.Tensor] = {}
     module = net.layers[1] if where == "on a layer" else net.layers[1].a
     module.register_forward_hook(lambda module, args, out, features=features: features.update(out=out))
     eps = attach(net)
+    gc.disable()
+    try:
+        loss, dropped = net(batch()), weakref.ref(features.pop("out"))
+        del loss
+        assert dropped() is None
+    finally:
+        gc.enable()
     (net(batch()) + features["out"].sum()).backward()
     seen = weakref.ref(net), weakref.ref(eps)
     del net, eps, module, features

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from torch import nn
 
 from devices import DEVICE
 from hf_l2l import EagerParamServer, L2LConfig, NonFiniteError, attach_l2l
-from hf_l2l.device.slots import GradientSlots
 from models import Block, Toy, batch_for, has_bits_of_plain
 from runs import config_for
 from tiers import cpu_suffices, on_a_device
@@ -213,43 +211,3 @@ def test_strides_that_change_are_those_of_the_layer_and_its_gradients():
         assert weight.grad.stride() == weight.stride()
         seen.clear()
         model.zero_grad()
-
-
-def test_an_error_of_a_hook_is_not_raised_by_a_later_backward(monkeypatch):
-    model, _, batch = under()
-    copy_, errors = torch.Tensor.copy_, [MemoryError("in the hook"), MemoryError("in the layer")]
-    add, adds = GradientSlots.add, threading.Event()
-
-    def adding(slots: Any, number: int, leaf: torch.Tensor) -> None:
-        adds.set()
-        try:
-            add(slots, number, leaf)
-        finally:
-            adds.clear()
-
-    def failing(to: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if adds.is_set() and len(errors) == 2:
-            raise errors.pop(0)
-        return copy_(to, *args, **kwargs)
-
-    class Failing(torch.autograd.Function):
-        """Fails in the backward, once."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if errors:
-                raise errors.pop(0)
-            return gradient
-
-    monkeypatch.setattr(GradientSlots, "add", adding)
-    monkeypatch.setattr(torch.Tensor, "copy_", failing)
-    model.blocks[-1].register_forward_pre_hook(lambda _, args: (Failing.apply(args[0]),))
-    with pytest.raises(MemoryError):
-        model(**batch).loss.backward()
-    errors.clear()
-    model.zero_grad()
-    model(**batch).loss.backward()  # and raises nothing
