@@ -10,8 +10,8 @@ import transformers as hf
 from torch import nn
 
 from devices import DEVICE
-from models import EXACT, ROWS, TOLERANCE, attached, batch_for, gpt2, gradients, llama, relative_error, t5
-from tiers import more
+from models import EXACT, TOLERANCE, attached, batch_for, gpt2, gradients, llama, relative_error, t5
+from tiers import cpu_suffices
 
 PREFIX = 3
 
@@ -35,7 +35,7 @@ class Prefixed(nn.Module):
         return self.model(input_ids=input_ids, labels=labels, past_key_values=cache)
 
 
-@pytest.mark.parametrize(("make", "ubatch_size"), [(llama, None), (gpt2, 3), *more((llama, 3), (gpt2, None))])
+@pytest.mark.parametrize(("make", "ubatch_size"), [(llama, None), (gpt2, 3)])
 def test_a_prefix_trains(make, ubatch_size):
     model = Prefixed(make().double())
     batch = batch_for(model.model, masked=False)
@@ -48,18 +48,6 @@ def test_a_prefix_trains(make, ubatch_size):
     assert found.item() == pytest.approx(expected.item(), rel=EXACT)
     assert model.prefix.grad.abs().max() > 0
     assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
-
-
-def test_a_layer_is_given_its_own_entry_alone():
-    model = attached(Prefixed(llama()), device=DEVICE)
-    given = []
-    for layer in model.model.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs: given.append(kwargs["past_key_values"].layers), with_kwargs=True
-        )
-    model(**batch_for(model.model, masked=False))
-    assert [[entry.keys.is_meta for entry in layers] for layers in given] == [[False, True], [True, False]]
-    assert given[0][1].get_seq_length() == PREFIX
 
 
 def test_a_cache_of_an_earlier_call_is_read_and_not_changed():
@@ -95,25 +83,10 @@ def test_a_model_that_makes_a_cache_by_default_makes_none_and_tells_who_asks_for
         assert model(**batch, use_cache=True).past_key_values is None
 
 
-class Wrapped(nn.Module):
-    """Passes `use_cache` on by position, or not at all."""
-
+class Inner(nn.Module):
     def __init__(self):
         super().__init__()
-        self.seen: list[bool | None] = []
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.inner = Inner(self.seen)
-
-    def forward(self, hidden):
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.inner(hidden, True).sum() + self.inner(hidden).sum()
-
-
-class Inner(nn.Module):
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
+        self.seen = []
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, hidden, use_cache=None):
@@ -121,20 +94,24 @@ class Inner(nn.Module):
         return self.scale * hidden
 
 
+class Wrapped(nn.Module):
+    """Passes `use_cache` on by position, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Inner()
+
+    def forward(self, hidden):
+        hidden = self.blocks(hidden)
+        return self.inner(hidden, True).sum() + self.inner(hidden).sum()
+
+
+@cpu_suffices
 def test_the_option_is_found_by_position_too():
     model = attached(Wrapped(), device=DEVICE, layer_classes=("Linear",))
     with pytest.warns(UserWarning, match="makes no key-value cache"):
         model(torch.ones(2, 4)).backward()
-    assert model.seen == [False, False]
+    assert model.inner.seen == [False, False]
     with torch.no_grad():
         model(torch.ones(2, 4))
-    assert model.seen[2:] == [True, None]
-
-
-def test_generation_in_training_mode_uses_its_cache():
-    """As in trainers that generate what they train on."""
-    model = llama()
-    ids = torch.randint(5, 60, (ROWS, 4))
-    expected = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True)
-    attached(model, device=DEVICE, ubatch_size=2).train()
-    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True).cpu(), expected)
+    assert model.inner.seen[2:] == [True, None]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict, deque
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from devices import DEVICE
-from hf_l2l import L2LConfig, attach_l2l
-from tiers import cpu_suffices, more
-
-WIDTH, ROWS = 6, 7
+import impure_layers
+from impure_layers import Block, assert_trained_alike, attach, batch, trained
+from tiers import cpu_suffices
 
 
 class Left:
@@ -33,12 +29,8 @@ class Left:
         return float(numbers["n"]) + sum(each.mean(-1, keepdim=True) for each in features)
 
 
-class Block(nn.Module):
+class Leaving(Block):
     """Leaves something in all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, h: torch.Tensor, listed: Any, queue: Any, numbers: Any, nested: Any) -> torch.Tensor:
         middle = torch.tanh(self.a(h))
@@ -50,14 +42,11 @@ class Block(nn.Module):
         return h + self.b(middle) * (1 + 0.1 * float(numbers["n"]))
 
 
-class Net(nn.Module):
+class Net(impure_layers.Net):
     """Its loss depends on what the layers have left."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        super().__init__(Leaving, Leaving, Leaving)
 
     def forward(self, x: torch.Tensor) -> Any:
         h, left = self.embed(x), Left()
@@ -78,62 +67,45 @@ class Writing(Net):
         return batch
 
 
-def x() -> torch.Tensor:
-    return torch.randn(ROWS, 5, WIDTH, generator=torch.Generator().manual_seed(1))
-
-
 def step_of_a_program(net: nn.Module, kind: type = dict) -> torch.Tensor:
     """Looks at what `Writing` has written, and makes a loss of it."""
-    given, extra = x(), {}
-    batch = kind({"x": given, "unused": given, "extra": extra})
-    assert net(batch) is batch and batch["extra"] is extra
-    assert batch["x"] is given and set(batch) == {"x", "features", "extra"}
+    given, extra = batch(), {}
+    written = kind({"x": given, "unused": given, "extra": extra})
+    assert net(written) is written and written["extra"] is extra
+    assert written["x"] is given and set(written) == {"x", "features", "extra"}
     layers = torch.stack(extra["layers"]).square().mean()
-    return (batch["features"].square().mean() + layers).to("cpu")
-
-
-def assert_trains_as_plain(net: nn.Module, step: Callable[[nn.Module], torch.Tensor], **options: Any) -> None:
-    plain = copy.deepcopy(net)
-    eps = attach_l2l(net, L2LConfig(device=DEVICE, **options))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (net, plain)]
-    eps.wrap(optimizers[0])
-    for _ in range(2):
-        found, expected = (step(each) for each in (net, plain))
-        for loss, optimizer in zip((found, expected), optimizers, strict=True):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach(), msg=name, rtol=1e-5, atol=1e-7)
+    return (written["features"].square().mean() + layers).to("cpu")
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"ubatch_size": 2, "stash": "host"},
-        {"eps_update": "deferred", "ubatch_size": 3},
-        {"eps_update": "eager"},
-        {"kept_graphs": 2, "ubatch_size": 2},
-        *more({}, {"ubatch_size": 2}),
+        {"ubatch_size": 2, "stash": "host", "eps_update": "eager"},
+        {"kept_graphs": 2, "ubatch_size": 3, "eps_update": "deferred"},
     ],
     ids=str,
 )
 def test_what_layers_leave_in_containers(options):
-    assert_trains_as_plain(Net(), lambda net: net(x()), **options)
+    assert_trained_alike(trained(Net(), options), trained(Net()))
 
 
 @cpu_suffices
-@pytest.mark.parametrize("options", [{}, {"ubatch_size": 2, "stash": "host"}, *more({"ubatch_size": 2})], ids=str)
-def test_the_dict_of_the_program_is_written_into(options):
-    net = Writing()
-    assert_trains_as_plain(net, step_of_a_program, **options)
+def test_the_dict_of_the_program_is_written_into():
+    plain, ours = Writing(), Writing()
+    attach(ours, ubatch_size=2, stash="host")
+    for _ in range(2):
+        losses = [step_of_a_program(net) for net in (plain, ours)]
+        for loss in losses:
+            loss.backward()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
     with torch.no_grad():
-        step_of_a_program(net.eval())
+        step_of_a_program(ours.eval())
 
 
 def test_what_is_written_by_16_bits_is_fp32_and_mappings_of_other_kinds_are_written_into():
     net = Writing()
-    attach_l2l(net, L2LConfig(device=DEVICE, cmp="bf16"))
+    attach(net, cmp="bf16")
     assert step_of_a_program(net).dtype is torch.float32
     step_of_a_program(net, UserDict)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -28,8 +28,20 @@ from runs import assert_same_run, attach, run_of
 from tiers import combinations
 
 MODES = ("serial", "deferred", "eager")
-FAULTS = ("download", "update") if DEVICE == "cpu" else ("upload", "download", "norm", "update")
-"""On the CPU weights stay where they are, and norms are computed when they are needed."""
+FAULTS: dict[str, dict[str, Any]] = {
+    "upload": {},
+    "download": {},
+    "norm": {},
+    "stash download": {"stash": "host"},
+    "stash upload": {"stash": "host"},
+    "update": {},
+    "renewal": {"cmp": "bf16"},
+}
+"""What fails: with which options."""
+if DEVICE == "cpu":  # where weights and the stash stay where they are, and norms are computed when they are needed
+    FAULTS = {name: FAULTS[name] for name in ("download", "update", "renewal")}
+IN_THE_BACKGROUND = ("update", "renewal")
+"""After a step that changes the weights; a serial one is the optimizer's own."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +56,9 @@ class FaultError(Exception):
 
 
 @contextmanager
-def failing(what: str, victim: torch.Tensor) -> Iterator[None]:
-    """Inside, each upload, download, norm or update that this parameter takes part in raises."""
+def failing(what: str, victims: Iterable[torch.Tensor], error: type[BaseException] = FaultError) -> Iterator[None]:
+    """Inside, each such thing that one of these parameters takes part in raises."""
+    addresses = {id(each) for each in victims}
 
     def of_unit(arguments: Any) -> Any:
         return arguments[1].module.parameters()
@@ -56,78 +69,82 @@ def failing(what: str, victim: torch.Tensor) -> Iterator[None]:
     def of_masters(arguments: Any) -> Any:
         return [master.parameter for master in arguments[1]]
 
-    receive, received = Gradients.receive, []
-
-    def receiving(gradients: Gradients, sums: Any, *rest: Any) -> None:
-        received[:] = [master.parameter for master, _ in sums]
-        receive(gradients, sums, *rest)
-
-    def of_norms(arguments: Any) -> Any:
-        return received if arguments[1] == "norm" else []
+    def of_span(arguments: Any) -> Any:
+        of = getattr(arguments[2], "layer", arguments[2])
+        parameters = of.parameters() if isinstance(of, nn.Module) else [of]
+        return parameters if arguments[1] == what else []
 
     owner, name, parameters = {
         "upload": (Copies, "of_unit", of_unit),
         "download": (Gradients, "receive", of_pairs),
-        "norm": (stream, "span", of_norms),
         "update": (updates, "carry_out", of_masters),
-    }[what]
+        "renewal": (Copies, "renew", of_masters),
+    }.get(what, (stream, "span", of_span))
     original: Callable[..., Any] = getattr(owner, name)
 
     def broken(*arguments: Any) -> Any:
-        if any(each is victim for each in parameters(arguments)):
-            raise FaultError(f"no {what}")
+        if any(id(each) in addresses for each in parameters(arguments)):
+            raise error(f"no {what}")
         return original(*arguments)
 
-    with mock.patch.object(Gradients, "receive", receiving), mock.patch.object(owner, name, broken):
+    with mock.patch.object(owner, name, broken):
         yield
 
 
 @pytest.mark.parametrize(
     ("fault", "mode", "index"),
-    # A serial update is the optimizer's own step.
-    combinations(FAULTS, MODES, range(3), where=lambda fault, mode, _: (fault, mode) != ("update", "serial")),
+    combinations(
+        FAULTS, MODES, range(3), where=lambda fault, mode, _: mode != "serial" or fault not in IN_THE_BACKGROUND
+    ),
 )
-def test_a_fault_is_told_with_its_layer(fault, mode, index):
-    """With its type; in its own step, or in the next one if the update is deferred. Then the step can be made again,
-    or the engine says that it has failed."""
-    model, eps, optimizer, batch = attach(eps_update=mode, num_threads=1 + index % 2)
+def test_a_fault_is_told_with_its_layer_and_the_step_repeated_or_refused(fault, mode, index):
+    """With its type, Ctrl-C, too; in its own step, or in the next one if the update is deferred. Then the step can be
+    made again, with the bits of a training without the fault, or the engine says that it has failed."""
+    is_update = fault in IN_THE_BACKGROUND
+    error = KeyboardInterrupt if index == 1 and not is_update else FaultError
+    runs = []
+    for breaks in (False, True):
+        model, eps, optimizer, batch = attach(eps_update=mode, num_threads=1 + index % 2, **FAULTS[fault])
+        model.eval()
 
-    def step() -> None:
-        model.zero_grad()
-        train_once(model, batch)
-        optimizer.step()
-        if mode == "eager":  # the updates of the first layers, which come last, may still be under way
-            eps.synchronize()
+        def step(model: Any = model, eps: Any = eps, optimizer: Any = optimizer, batch: Any = batch) -> None:
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+            if mode == "eager":  # the updates of the first layers, which come last, may still be under way
+                eps.synchronize()
 
-    step()
-    before_told = 0
-    with failing(fault, model.blocks[index].down.weight), pytest.raises(FaultError) as told:
-        for _ in range(2):
-            step()
-            before_told += 1
-    assert before_told == 0 or (fault, mode) == ("update", "deferred")
-    assert f"blocks.{index}" in " ".join(told.value.__notes__)
-    # Masters that have been updated cannot be put back; in an eager step, the head's and those of the layers above.
-    if not (fault == "update" or (mode == "eager" and fault in ("download", "norm"))):
         step()
-        return
-    with pytest.raises(EngineFailedError, match="Load the last checkpoint"):
+        if breaks:
+            with failing(fault, model.blocks[index].parameters(), error), pytest.raises(error) as told:
+                step()
+                assert is_update and mode == "deferred"
+                step()
+            # A layer that computes meanwhile, if what it will need is uploaded.
+            assert ("blocks." if fault == "stash upload" else f"blocks.{index}") in " ".join(told.value.__notes__)
+            # Masters that have been updated cannot be put back; in an eager step, those of the head and last layers.
+            if is_update or (mode == "eager" and fault in ("download", "norm", "stash upload")):
+                for again in (step, eps.synchronize):
+                    with pytest.raises(EngineFailedError, match="Load the last checkpoint"):
+                        again()
+                with pytest.warns(UserWarning, match="an update failed"):
+                    detach_l2l(model)
+                assert all(type(p) is nn.Parameter for p in model.parameters())
+                assert not eps.updates.worker.lives
+                return
         step()
-    with pytest.raises(EngineFailedError):
         eps.synchronize()
-    with pytest.warns(UserWarning, match="an update failed"):
-        detach_l2l(model)
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert not eps.updates.worker.lives
+        runs.append(run_of(model, optimizer, []))
+    assert_same_run(*runs)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["download", "update"])
 def test_a_model_whose_engine_has_failed_can_be_collected(fault):
     """The error refers to frames of the backward, and those to its graph: nothing of the engine may refer to it."""
 
     def failed() -> weakref.ref[nn.Module]:
         model, _, optimizer, batch = attach(eps_update="eager", num_threads=2)
-        with failing(fault, model.blocks[1].down.weight), pytest.raises(FaultError):
+        with failing(fault, model.blocks[1].parameters()), pytest.raises(FaultError):
             for _ in range(2):
                 train_once(model, batch)
                 optimizer.step()
@@ -140,37 +157,19 @@ def test_a_model_whose_engine_has_failed_can_be_collected(fault):
     assert gone() is None
 
 
-def test_the_step_after_a_fault_has_the_bits_of_one_without():
-    runs = []
-    for broken in (False, True):
-        model, _, optimizer, batch = attach(eps_update="deferred")
-        model.eval()
-        for step in range(3):
-            if broken and step == 1:
-                for fault in FAULTS[:-1]:
-                    with failing(fault, model.blocks[1].down.weight), pytest.raises(FaultError):
-                        model(**batch).loss.backward()
-                    model.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
-        runs.append(run_of(model, optimizer, []))
-    assert_same_run(*runs)
-
-
 def test_a_sum_is_in_its_place_again_after_a_backward_that_failed():
     model, _, _, batch = attach()
     train_once(model, batch)
     kept = {name: p.grad for name, p in model.named_parameters()}
-    with failing("download", model.blocks[0].down.weight), pytest.raises(FaultError):
+    with failing("download", model.blocks[0].parameters()), pytest.raises(FaultError):
         train_once(model, batch)
     assert all(p.grad is kept[name] for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["embed.weight", "head.bias"])
+@pytest.mark.parametrize(("name", "mode"), combinations(["embed.weight", "head.bias"], MODES, together=1))
 def test_a_fault_outside_the_layers_is_told_with_its_name(name, mode):
     model, _, optimizer, batch = attach(eps_update=mode)
-    with failing("download", dict(model.named_parameters())[name]), pytest.raises(FaultError) as told:
+    with failing("download", [dict(model.named_parameters())[name]]), pytest.raises(FaultError) as told:
         model(**batch).loss.backward()
         optimizer.step()
     assert f"raised in the download of {name}" in told.value.__notes__
@@ -182,7 +181,7 @@ def test_a_fault_outside_the_layers_is_told_with_its_name(name, mode):
 def test_an_update_outside_the_layers_that_fails_is_told_in_the_next_forward():
     model, _, optimizer, batch = attach(eps_update="deferred")
     train_once(model, batch)
-    with failing("update", model.head.bias), late_updates():
+    with failing("update", [model.head.bias]), late_updates():
         optimizer.step()
         with pytest.raises(FaultError) as told:
             model(**batch)

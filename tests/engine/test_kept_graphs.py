@@ -23,7 +23,7 @@ from models import (
     train_once,
 )
 from runs import assert_same_run, assert_same_tensors, attach, on_host, run_of, seed_all
-from tiers import more, nightly, on_a_device
+from tiers import more, on_a_device
 from training import settled_memory, tiny_bert
 
 PLAIN: dict[str, Any] = {"resident": "all", "kept_graphs": 3, "ubatch_size": None}
@@ -34,29 +34,20 @@ def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.to(DEVICE) for name, value in batch.items()}
 
 
-def test_a_layer_with_checkpoints_of_its_own():
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            nn.init.eye_(self.linear.weight), nn.init.zeros_(self.linear.bias)
+class Inner(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda each: super(Inner, self).forward(each).tanh(), x, use_reentrant=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(lambda each: self.linear(each).tanh(), x, use_reentrant=False)
 
-    found = []
-    for options in (None, {}, {"kept_graphs": 3}):
-        model = Toy().eval()
-        model.blocks[2].down = nn.Sequential(model.blocks[2].down, Inner())
-        if options is None:
-            model.to(DEVICE)
-        else:
-            attached(model, device=DEVICE, layer_classes=("Block",), **options)
-        batch = batch_for(Toy(), masked=False)
-        model(**(on_device(batch) if options is None else batch)).loss.backward()
-        found.append({name: p.grad.cpu() for name, p in model.named_parameters()})
-    assert_same_tensors(found[1], found[0])
-    assert_same_tensors(found[2], found[0])
+@pytest.mark.parametrize("options", [{}, {"kept_graphs": 3}], ids=str)
+def test_a_layer_with_checkpoints_of_its_own(options):
+    model = Toy().eval()
+    model.blocks[2].down = nn.Sequential(model.blocks[2].down, Inner(8, 8))
+    plain, batch = copy.deepcopy(model).to(DEVICE), batch_for(model, masked=False)
+    attached(model, device=DEVICE, layer_classes=("Block",), **options)
+    model(**batch).loss.backward()
+    plain(**on_device(batch)).loss.backward()
+    assert_same_tensors(gradients(model), on_host(gradients(plain)))
 
 
 def test_gradients_of_inputs_alone():
@@ -100,7 +91,7 @@ def in_a_loop(*, plain: bool, steps: int = 2, accumulation: int = 1, **options: 
 
 
 @on_a_device
-@pytest.mark.parametrize("family", ["bert", "deberta_v2", "t5", *more(*FAMILIES)])
+@pytest.mark.parametrize("family", ["deberta_v2", "t5", *more(*FAMILIES)])
 def test_every_family_has_the_gradients_of_plain_torch_on_the_device(family):
     torch.manual_seed(0)
     model = FAMILIES[family]()
@@ -114,13 +105,6 @@ def test_every_family_has_the_gradients_of_plain_torch_on_the_device(family):
 def test_it_trains_as_plain_torch_on_the_device(mode, accumulation):
     expected = in_a_loop(plain=True, accumulation=accumulation)
     found = in_a_loop(plain=False, accumulation=accumulation, eps_update=mode)
-    assert found.logged == expected.logged
-    assert_same_tensors(found.weights, expected.weights)
-
-
-@nightly
-def test_a_hundred_steps():
-    expected, found = (in_a_loop(plain=plain, steps=100) for plain in (True, False))
     assert found.logged == expected.logged
     assert_same_tensors(found.weights, expected.weights)
 
@@ -162,46 +146,24 @@ def test_a_step_has_the_operations_of_plain_torch():
     assert expected <= operations(plain=False) <= 1.05 * expected
 
 
-def test_batches_of_one_and_of_several_micro_batches_take_turns():
-    found, batches = [], [batch_for(Toy(), masked=False, rows=rows) for rows in (2, 7, 3)]
+def test_batches_of_one_and_of_several_micro_batches_take_turns_and_add_to_one_gradient():
+    """As where no graphs are kept."""
+    found = []
     for kept_graphs in (0, 3):
         model, eps, optimizer, _ = attach(eps_update="deferred", resident="all", kept_graphs=kept_graphs)
         logged = []
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()
-            logged += [loss.item(), eps.clip_grad_norm_(0.5).item()]
+        for sizes in ((2,), (7,), (3, 8), (8, 3)):
+            for rows in sizes:
+                loss = model(**batch_for(model, masked=False, rows=rows)).loss
+                loss.backward()
+                logged.append(loss.item())
+            logged.append(eps.grad_norm().item())
+            assert logged[-1] == torch.nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()]).item()
+            eps.clip_grad_norm_(0.5)
             optimizer.step()
         eps.synchronize()
         found.append(run_of(model, optimizer, logged))
     assert_same_run(found[1], found[0])
-
-
-def test_both_add_to_the_same_gradient():
-    model, eps, optimizer, batch = attach(eps_update="deferred", resident="all", kept_graphs=3)
-    small = batch_for(model, masked=False, rows=3)
-    model.eval()
-    sums = []
-    for order in ((batch, small), (small, batch)):
-        for each in order:
-            model(**each).loss.backward()
-        sums.append([p.grad.clone() for p in model.parameters()])
-        norm = torch.nn.utils.get_total_norm(sums[-1])
-        assert torch.equal(eps.grad_norm(), norm.cpu())
-        optimizer.zero_grad()
-    for a, b in zip(*sums, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_clipping_between_backwards():
-    norms = []
-    for options in ({"ubatch_size": 5}, {"ubatch_size": None}):
-        model, eps, optimizer, batch = attach(Toy(dropout=0.0), **{**PLAIN, **options})
-        for _ in range(2):
-            model(**batch).loss.backward()
-            norms.append(eps.clip_grad_norm_(0.01).item())
-        optimizer.step()
-    assert norms[2:] == pytest.approx(norms[:2], rel=1e-5)
 
 
 @on_a_device
