@@ -443,6 +443,26 @@ def test_what_runs_by_micro_batches_is_found_for_each_kind_of_call(name, kinds):
 # ---- programs
 
 
+@cpu_suffices
+def test_activation_checkpointing_around_the_model():
+    model = bert().double()
+    plain, batch = copy.deepcopy(model), batch_for(model)
+    plain(**batch).loss.backward()
+    attached(model, **ON_HOST)
+    torch.utils.checkpoint.checkpoint(lambda: model(**batch).loss, use_reentrant=False).backward()
+    assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
+
+
+@cpu_suffices
+def test_hidden_states_in_fp32_are_no_use_by_the_model():
+    model = attached(bert(num_hidden_layers=3), **ON_HOST, cmp="bf16")
+    for _ in range(2):
+        states: list[torch.Tensor] = []
+        with model.bert.encoder.layer[1].register_forward_hook(lambda m, args, output: states.append(output)):  # noqa: B023
+            model(**batch_for(model), output_hidden_states=True)
+        assert isinstance(states[0], HostRows)
+
+
 def test_hooks_inside_a_module_are_called_once_with_all_rows():
     model, shapes = attached(bert().double(), **ON_HOST), []
     model.bert.pooler.dense.register_forward_hook(lambda m, args, output: shapes.append(tuple(output.shape)))

@@ -50,6 +50,17 @@ def test_a_prefix_trains(make, ubatch_size):
     assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
 
 
+def test_a_layer_is_given_its_own_entry_alone():
+    model = attached(Prefixed(llama()), device=DEVICE)
+    given = []
+    for layer in model.model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: given.append(kwargs["past_key_values"].layers), with_kwargs=True
+        )
+    model(**batch_for(model.model, masked=False))
+    assert [[entry.keys.is_meta for entry in layers] for layers in given] == [[False, True], [True, False]]
+
+
 def test_a_cache_of_an_earlier_call_is_read_and_not_changed():
     model = gpt2().double()
     ids = batch_for(model, masked=False)["input_ids"]
