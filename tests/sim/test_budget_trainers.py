@@ -386,7 +386,7 @@ def test_a_trainer_that_has_trained_takes_the_plan_of_the_checkpoint_that_it_res
 # ---- accumulated batches
 
 
-@pytest.mark.parametrize(("budget", "batches"), [("300KiB", 4), *more(("auto", 1))])
+@pytest.mark.parametrize(("budget", "batches"), [("700KiB", 4), *more(("auto", 1))])
 def test_accumulated_batches_keep_inside_the_budget(tmp_path, budget, batches, machine):
     """They run as one where their weights would travel longer than their rows, and not where little travels."""
     machine.write_text(SLOW.to_json())

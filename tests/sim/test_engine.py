@@ -1,4 +1,4 @@
-"""The engine on a device that is not the host: random numbers, memory, placement, the Trainer."""
+"""The engine on a device that is not the host: memory, placement, the Trainer."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def test_a_model_larger_than_the_device_trains():
     batch = batch_for(model, masked=False)
     _, expected = reference(model, batch)
     shallow, _, _, _ = attach(Toy(2, 16), stash="host", ubatch_size=2)
+    settled_memory()
     torch.sim.reset_peak_memory_stats()
     train_once(shallow, batch)
     room = torch.sim.max_memory_allocated() + slots_of(model) + 4096
@@ -104,9 +105,7 @@ def test_a_first_step_after_running_out_of_memory_equals_a_fresh_one():
 def test_moves_of_an_attached_model():
     model = tiny_bert()
     attach_l2l(model, L2LConfig(device="sim"))
-    assert model.to("sim") is model
-    assert model.to(SIM) is model
-    assert model.cpu() is model
+    assert model.to("sim") is model.to(SIM) is model.cpu() is model
     assert all(p.device.type == "cpu" for p in model.parameters())
     with pytest.raises(ValueError, match="move to meta"):
         model.to("meta")

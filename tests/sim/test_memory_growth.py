@@ -1,5 +1,4 @@
-"""What device memory grows with under L2L, and by how much: the formulas of `benchmarks/memory.py`, at small sizes.
-Tokens of a row: tests/sim/test_long_rows.py."""
+"""What device memory grows with under L2L, and by how much: the formulas of `benchmarks/memory.py`, at small sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.memory_runs import Case, measured
-from tiers import ALL
+from tiers import ALL, more
 
 TINY = Case("l2l", layers=2, hidden=32, vocab=200, rows=8, tokens=16, ubatch=4)
 SIM = torch.device("sim")
@@ -34,11 +33,13 @@ def test_depth_costs_nothing():
         # Once tokens fill a few chunks of logits: while one is computed, the hidden states of others travel.
         ("rows", memory.per_row, (32, 64, 256) if ALL else (24, 32), 0.01),
         ("vocab", memory.per_word, (1000, 16000, 128000) if ALL else (600, 1800), 0.05),
+        *more(("tokens", memory.per_token, (2**13, 2**15, 2**16), 0.05)),
     ],
 )
-def test_the_device_batch_costs_ids_labels_and_losses_and_a_word_one_chunk_of_logits(grows, slope, sizes, rel):
-    """And a word its weights and gradients."""
-    case = replace(TINY, rows=24, hidden=128 if ALL and grows == "vocab" else 32)
+def test_device_memory_grows_as_the_formula_says(grows, slope, sizes, rel):
+    """A row costs its ids, labels and losses, a word its weights, gradients and one chunk of logits, and a token what
+    one layer takes."""
+    case = replace(TINY, rows=24) if grows != "tokens" else replace(memory.LONG, hidden=32)
     first, *others = (each[-1] for each in peaks(case, grows, sizes))
     for size, found in zip(sizes[1:], others, strict=True):
         assert (found - first) / (size - sizes[0]) == pytest.approx(slope(case, SIM), rel=rel)
