@@ -210,9 +210,7 @@ WAITS: dict[str, tuple[Callable[[torch.Stream, torch.sim.Event, torch.Tensor], o
     "event.query": (lambda side, done, x: done.query(), 3),
     "stream.synchronize": (lambda side, done, x: side.synchronize(), 4),
     "device": (lambda side, done, x: torch.sim.synchronize(), 8),
-    "accelerator": (lambda side, done, x: torch.accelerator.synchronize(), 8),
     "item": (lambda side, done, x: x.item(), 8),
-    "bool": (lambda side, done, x: bool(x), 8),
     "blocking download": (lambda side, done, x: x.cpu(), 9),
     "blocking upload": (lambda side, done, x: x.copy_(torch.zeros(UNIT // 4)[0]), 9),
 }
