@@ -135,6 +135,7 @@ def test_autocast_keeps_inside_the_budget(tmp_path, budget, room):
     by_hand = l2l_trainer(tmp_path / "by hand", model=bert(), **options)
     by_hand.train()
     assert plan_of(by_hand) is None and losses(made) == losses(by_hand)
+    detach_l2l(by_hand.model)
 
 
 def test_larger_evaluations_are_told_of(tmp_path, caplog):
