@@ -21,7 +21,6 @@ from models import (
     attached,
     batch_for,
     bert,
-    gpt2,
     gradients,
     reference,
     relative_error,
@@ -166,18 +165,6 @@ def test_the_trainer_picks_the_device_and_its_loaders_place_batches_there_and_no
     reference = made.accelerator.prepare_model(tiny_bert(layers=2), evaluation_mode=True)  # which is
     assert {p.device.type for p in reference.parameters()} == {"cpu"}
     detach_l2l(made.model)
-
-
-def test_generation_with_inputs_on_the_device_warns_of_nothing():
-    """Trainers generate from batches that are there; `model.device` is that of the masters."""
-    model = gpt2()
-    ids = torch.randint(5, 60, (2, 4))
-    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
-    attach_l2l(model)
-    assert torch.equal(model.generate(ids.to("sim"), max_new_tokens=3, do_sample=False).cpu(), expected)
-    copy.deepcopy(model)
-    detach_l2l(model)
-    assert "generate" not in vars(model)
 
 
 class StreamedRows(torch.utils.data.IterableDataset):
