@@ -39,7 +39,8 @@ def test_depth_costs_nothing():
 def test_device_memory_grows_as_the_formula_says(grows, slope, sizes, rel):
     """A row costs its ids, labels and losses, a word its weights, gradients and one chunk of logits, and a token what
     one layer takes."""
-    case = replace(TINY, rows=24) if grows != "tokens" else replace(memory.LONG, hidden=32)
+    hidden = 128 if ALL and grows == "vocab" else 32
+    case = replace(memory.LONG if grows == "tokens" else replace(TINY, rows=24), hidden=hidden)
     first, *others = (each[-1] for each in peaks(case, grows, sizes))
     for size, found in zip(sizes[1:], others, strict=True):
         assert (found - first) / (size - sizes[0]) == pytest.approx(slope(case, SIM), rel=rel)
