@@ -142,10 +142,11 @@ def test_larger_evaluations_are_told_of(tmp_path, caplog):
     """Before a training, if they may need more, and once when one has taken more."""
     hf.utils.logging.enable_propagation()
     made = planned(tmp_path, "560KiB", eval_strategy="epoch", per_device_eval_batch_size=128)
+    made.eval_dataset = data(2)
     try:
         with caplog.at_level(logging.WARNING):
             made.train()
-            made.evaluate(data(8))
+            made.evaluate(data(4))
             assert "more than the budget" not in caplog.text and "has taken more" not in caplog.text
             for _ in range(2):
                 made.evaluate(data(128))

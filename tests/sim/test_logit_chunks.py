@@ -43,12 +43,12 @@ def _llama() -> nn.Module:
 
 
 def _bert() -> nn.Module:
-    """Its head has a bias that is trained, and is its embedding."""
-    return hf.BertForMaskedLM(hf.BertConfig(**SMALL))
+    """Its head has a bias that is trained."""
+    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, tie_word_embeddings=False))
 
 
 FAMILIES = {"llama": _llama, "bert": _bert}
-CASES = [("llama", "host", 3), *more(("bert", "bf16", 2), ("bert", "device", 4), ("llama", "all resident", 2))]
+CASES = [("llama", "host", 3), *more(("bert", "bf16", 2), ("bert", "device", 2), ("llama", "all resident", 2))]
 
 
 def batch(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
