@@ -10,7 +10,6 @@ import torch
 
 from hf_l2l.runtime import stream
 from models import assert_same_bits
-from tiers import more
 from training import tiny_bert, weights_after
 
 SIM = torch.device("sim", 0)
@@ -45,7 +44,7 @@ class Torch(types.ModuleType):
 
 
 class Bare(types.ModuleType):
-    """The module of a device without names for streams."""
+    """The module of a device, without names for streams."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("Stream", "Event", "stream"):
@@ -58,43 +57,21 @@ def without_streams(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stream, "device_module", lambda device: bare if device.type == "sim" else of(device))
 
 
-@pytest.fixture
-def bare(monkeypatch):
-    """The device's own module has no streams."""
-    without_streams(monkeypatch)
-
-
-@pytest.fixture
-def made(bare, monkeypatch):
-    """What is made by torch's interface."""
-    monkeypatch.setattr(stream, "torch", Torch("torch"))
-    monkeypatch.setattr(Torch, "made", [])
-    return Torch.made
-
-
-OPTIONS = [{"stash": "host", "ubatch_size": 4}, *more({}, {"cmp": "bf16", "eps_update": "eager", "clips": False})]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_copies_run_beside_the_computation_with_the_same_bits(options, monkeypatch):
-    expected = weights_after(tiny_bert(layers=2), count=2, **options)
+def test_copies_run_beside_the_computation_with_the_same_bits(monkeypatch, tmp_path):
+    options: dict[str, Any] = {"count": 2, "stash": "host", "ubatch_size": 4}
+    expected = weights_after(tiny_bert(layers=2), **options)
     with monkeypatch.context() as patch:
         without_streams(patch)
         patch.setattr(stream, "torch", Torch("torch"))
         assert stream.is_asynchronous(SIM)
-        Torch.made.clear()
-        found = weights_after(tiny_bert(layers=2), count=2, **options)
-    assert Torch.made.count("stream") > 2 and Torch.made.count("event") > 20
+        found = weights_after(tiny_bert(layers=2), **options, trace=str(tmp_path / "trace.json"))
+    assert Torch.made.count("stream") > 2 and Torch.made.count("timed event") > 20
     assert_same_bits(found, expected)
 
 
-def test_a_trace_has_timed_events(made, tmp_path):
-    weights_after(tiny_bert(layers=2), count=1, trace=str(tmp_path / "trace.json"))
-    assert "timed event" in made and (tmp_path / "trace.json").stat().st_size > 0
-
-
-def test_a_backend_without_streams_computes_in_program_order(bare):
+def test_a_backend_without_streams_computes_in_program_order(monkeypatch):
     """torch then has one stream for the device, and no events."""
+    without_streams(monkeypatch)
     assert not stream.is_asynchronous(SIM) and stream.record(SIM) is None
     weights_after(tiny_bert(layers=2), count=1, eps_update="deferred")
 

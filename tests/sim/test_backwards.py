@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_l2l import attach_l2l
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.hf.attach import attachment_of
 from models import Toy, assert_same_bits, batch_for, gradients, train_once
 from models import attached as attached_to
 from other_thread import REFUSAL, in_another_thread
@@ -56,6 +57,7 @@ def with_call_between_layers(model: nn.Module, call: Any) -> nn.Module:
 
 @pytest.mark.parametrize("where", ["between layers", "inside a layer"])
 def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
+    """One in autograd's own thread, as checkpointing makes it, is not."""
     model = attached(toy())
     batch = batch_for(model, masked=False)
     train_once(model, batch)
@@ -67,6 +69,8 @@ def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
         if torch._C._current_graph_task_id() != -1:
             with torch.no_grad():
                 refused.extend(in_another_thread(lambda: model(**batch)))
+                if where == "between layers":
+                    model(**batch)
 
     if where == "between layers":
         train_once(with_call_between_layers(model, call), batch)
@@ -77,72 +81,36 @@ def test_a_forward_in_another_thread_is_refused_during_a_backward(where):
     assert_same_bits(gradients(model), expected)
 
 
-def test_a_forward_inside_a_backward_is_no_other_thread():
-    """As checkpointing makes it: autograd's own thread runs it."""
-    model = attached(toy())
-    batch = batch_for(model, masked=False)
-    train_once(model, batch)
-    expected = gradients(model)
-    model.zero_grad()
+def fails_between_layers(model: nn.Module, batch: dict[str, torch.Tensor], kept: list[Any] | None = None) -> None:
+    """A backward that fails; with `kept`, it is given up when that is empty: when torch's thread does is its own
+    affair."""
+    attached = attachment_of(model)
+    assert attached is not None
+    original = model.blocks[2].forward
 
     def call() -> None:
-        with torch.no_grad():
-            model(**batch)
-
-    train_once(with_call_between_layers(model, call), batch)
-    assert_same_bits(gradients(model), expected)
-
-
-def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way():
-    model, fails = attached(toy()), [False]
-    batch = batch_for(model, masked=False)
-    train_once(model, batch)
-    expected = gradients(model)
-
-    def call() -> None:
-        if fails[0]:
-            raise KeyError("from between the layers")
+        if kept is not None:
+            kept.extend(end() for end in attached.eps.backwards.under_way.values())
+        raise KeyError("from between the layers")
 
     with_call_between_layers(model, call)
-    fails[0] = True
     with pytest.raises(KeyError):
-        train_once(model, batch)  # it was adding to the gradients
-    fails[0] = False
-    model.zero_grad(set_to_none=False)  # torch's thread gives the backward up when the caller knows, or just after
-    torch.sim.synchronize()
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+        (model(**batch).loss + model.blocks[2].down.weight.square().sum().to("sim")).backward()
+    model.blocks[2].forward = original
+
+
+@pytest.mark.parametrize(("late", "set_to_none"), [(False, False), (True, False), *more((True, True))])
+def test_a_backward_that_fails_outside_the_layers_leaves_nothing_on_its_way(late, set_to_none):
+    model, kept = toy(), []
+    eps, batch = attach_l2l(model, config_for(model)), batch_for(model, masked=False)
     train_once(model, batch)
+    expected = gradients(model)
+    fails_between_layers(model, batch, kept if late else None)
+    assert len(kept) == late
     for name, gradient in gradients(model).items():
-        assert torch.equal(gradient, expected[name]), name
-
-
-@pytest.mark.parametrize(
-    ("set_to_none", "of_a_master"), [(False, True), *more((True, False), (True, True), (False, False))]
-)
-def test_a_backward_that_is_given_up_late_writes_to_no_gradient(set_to_none, of_a_master):
-    """When torch's thread lets go of a backward that has failed is its own affair."""
-    model, fails = toy(), [False]
-    eps = attach_l2l(model, config_for(model))
-    batch, kept = batch_for(model, masked=False), []
-
-    def call() -> None:
-        if fails[0]:
-            kept.extend(end() for end in eps.backwards.under_way.values())
-            raise KeyError("from between the layers")
-
-    with_call_between_layers(model, call)
-    train_once(model, batch)
-    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    weight = model.blocks[2].down.weight
-    fails[0] = True
-    with pytest.raises(KeyError):
-        (model(**batch).loss + (weight.square().sum().to("sim") if of_a_master else 0.0)).backward()
-    fails[0] = False
-    assert len(kept) == 1
-    for name, gradient in gradients(model).items():
-        if "embed" in name or "blocks.0" in name or "blocks.1" in name:  # else it has what had been sent, too
+        if late and ("embed" in name or "blocks.0" in name or "blocks.1" in name):  # else it has what had been sent
             assert torch.equal(gradient, expected[name]), name
-    model.zero_grad(set_to_none=set_to_none)
+    model.zero_grad(set_to_none=set_to_none)  # torch's thread gives the backward up when the caller knows, or later
     kept.clear()
     eps.backwards.refuse_others(own=True)  # until it is given up
     torch.sim.synchronize()
@@ -186,35 +154,22 @@ def test_a_layer_that_no_backward_reaches_does_not_travel(monkeypatch):
     torch.sim.synchronize()
 
 
-def test_two_backwards_in_turn_end_by_themselves():
-    model = attached(toy())
-    batch = batch_for(model, masked=False)
-    plain = copy.deepcopy(model)
-    eps = attach_l2l(model, config_for(model))
-    for _ in range(2):
-        model(**batch).loss.backward()
-        plain(**batch).loss.backward()
-        assert not eps.backwards.under_way
-    for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(gradients(model)[name], gradient)
-
-
 def test_what_a_loss_makes_of_a_master_is_added_to_a_sum_that_gets_more():
     """In the thread that called, while the sum is on its way."""
     plain = toy()
-    model = attached(copy.deepcopy(plain))
-    batch = batch_for(plain, masked=False)
+    model, batch = copy.deepcopy(plain), batch_for(plain, masked=False)
+    eps = attach_l2l(model, config_for(model))
     for each in (plain, model):
         for _ in range(3):
             penalty = sum(p.square().sum() for p in each.parameters())
             (each(**batch).loss.cpu() + penalty).backward()
+            assert not eps.backwards.under_way
     expected = gradients(plain)
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
-@pytest.mark.parametrize("set_to_none", [False, *more(True)])
-def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(set_to_none, monkeypatch):
+def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(monkeypatch):
     """The loss fails on the CPU, in the thread that called, while the device's thread sends a gradient."""
     model = toy()
     eps = attach_l2l(model, config_for(model))
@@ -241,45 +196,21 @@ def test_a_thread_that_is_late_in_a_failed_backward_writes_to_no_gradient(set_to
     with pytest.raises(KeyError):
         (model(**batch).loss + on_cpu.sum().to("sim")).backward()
     threading.Timer(0.1, may_go_on.set).start()  # while zero_grad waits for it, or later
-    model.zero_grad(set_to_none=set_to_none)
+    model.zero_grad(set_to_none=False)
     eps.backwards.wait_until_over()
     torch.sim.synchronize()
     assert len(received) >= 2
-    assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
-
-
-def test_two_forwards_before_two_backwards_take_no_second_memory_for_gradients(monkeypatch):
-    model = toy()
-    eps = attach_l2l(model, config_for(model))
-    taken, gradient_like = [], eps.memory.gradient_like
-    monkeypatch.setattr(eps.memory, "gradient_like", lambda master: taken.append(gradient_like(master)) or taken[-1])
-    first, second = model(**batch_for(model, masked=False)).loss, model(**batch_for(model, masked=False, seed=2)).loss
-    first.backward()
-    sums = [p.grad for p in model.parameters()]
-    second.backward()
-    assert all(p.grad is found and found.is_pinned() for p, found in zip(model.parameters(), sums, strict=True))
-    assert all(each.is_pinned() for each in taken)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():
     """The simulated accelerator finds what is used before it has landed."""
-    model, fails, kept = toy(), [False], []
+    model, batch, kept = toy(), batch_for(toy(), masked=False), []
     eps = attach_l2l(model, config_for(model, eps_update="deferred"))
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def call() -> None:
-        if fails[0]:
-            kept.extend(end() for end in eps.backwards.under_way.values())
-            raise KeyError("from between the layers")
-
-    with_call_between_layers(model, call)
-    train_once(model, batch_for(model, masked=False))
-    fails[0] = True
-    with pytest.raises(KeyError):
-        model(**batch_for(model, masked=False)).loss.backward()
-    fails[0] = False
+    train_once(model, batch)
+    fails_between_layers(model, batch, kept)
     optimizer.step()
     eps.synchronize()
     assert all(p.grad is None for p in model.parameters())
     kept.clear()
-    train_once(model, batch_for(model, masked=False))

@@ -9,7 +9,9 @@ import pytest
 from documents import PYTHON, README, is_simulated, run
 from glue_script import needs_datasets, needs_demo_model
 from hf_l2l.testing import enable_simulated_accelerator
-from tiers import nightly
+from tiers import ALL
+
+BLOCKS = [block for block in PYTHON if is_simulated(block) and (ALL or block.file == README)]
 
 
 @pytest.fixture(autouse=True)
@@ -18,12 +20,11 @@ def _unlimited() -> Iterator[None]:
     enable_simulated_accelerator()
 
 
-@nightly
 @needs_datasets
 @needs_demo_model
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("datasets_cache")
-@pytest.mark.parametrize("block", [block for block in PYTHON if is_simulated(block)], ids=lambda block: block.name)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 def test_python_runs_on_the_simulated_accelerator(block, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)

@@ -15,20 +15,13 @@ from torch import nn
 from hf_l2l import L2LConfig, estimate
 from hf_l2l.compat import mask_functions
 from hf_l2l.runtime import stream
-from models import attached, train_once
+from models import SMALL, attached, train_once
 from runs import attach
 from tiers import ALL, more
 from training import settled_memory
 
 WIDTH, ROWS, TOKENS = 16, 4, 32
-SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 60,
-}
+SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 1}
 DENSE = ROWS * TOKENS * TOKENS
 """Entries of a mask for all rows."""
 
@@ -47,8 +40,7 @@ def gemma(kind: str = "sdpa") -> nn.Module:
 
 
 def bert(kind: str = "sdpa") -> nn.Module:
-    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
-    return hf.BertForMaskedLM._from_config(hf.BertConfig(**sizes), attn_implementation=kind)
+    return hf.BertForMaskedLM._from_config(hf.BertConfig(**SMALL), attn_implementation=kind)
 
 
 def t5(kind: str = "eager") -> nn.Module:
@@ -66,22 +58,13 @@ def rows_of(tokens: int = TOKENS, *, count: int = ROWS, padded: bool = False) ->
     return batch
 
 
-def packed(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
-    """Two texts in each row, which positions tell apart."""
-    positions = torch.arange(tokens) % (tokens // 2)
-    return {**rows_of(tokens), "position_ids": positions.expand(ROWS, tokens).contiguous()}
-
-
 MASKS: dict[str, tuple[Callable[[str], nn.Module], str, dict[str, torch.Tensor], int]] = {
     # model, attention, batch, bytes of its masks
     "none": (llama, "sdpa", rows_of(), 0),
     "padding": (llama, "sdpa", rows_of(padded=True), DENSE),
-    "packed": (llama, "sdpa", packed(), DENSE),
     "causal": (llama, "eager", rows_of(), 4 * DENSE),
     "window": (gemma, "sdpa", rows_of(), TOKENS * TOKENS),
     "window and full": (gemma, "eager", rows_of(padded=True), 2 * 4 * DENSE),
-    "both directions": (bert, "eager", rows_of(), 0),
-    "both directions, padding": (bert, "sdpa", rows_of(padded=True), DENSE),
     # Of each stack, the bias of positions of two heads, which the layer above gets with the mask in it; at least.
     "t5": (t5, "eager", rows_of(), 2 * TOKENS * TOKENS * 4),
 }
@@ -109,15 +92,6 @@ def test_a_dense_mask_is_a_line_of_the_report(name):
         assert sum(size[when] for name, size in report.items() if name != "total") == report["total"][when]
 
 
-def test_a_long_dense_mask_is_what_the_peak_is_made_of():
-    tokens, rows = 512, 2
-    settled_memory()
-    torch.accelerator.reset_peak_memory_stats()
-    model, eps, _, _ = attach(llama("eager", tokens=tokens), ubatch_size=1, stash="host", boundary="host")
-    train_once(model, rows_of(tokens, count=rows))
-    assert eps.memory_report()["device"]["mask"]["peak"] == 4 * rows * tokens * tokens
-
-
 # ---- refused in advance
 
 
@@ -130,7 +104,7 @@ def of_this_size(
         return attached(model, ubatch_size=2, **options)
 
 
-@pytest.mark.parametrize("name", ["padding", "causal", "window"])
+@pytest.mark.parametrize("name", ["window", *more("padding", "causal")])
 def test_a_mask_that_the_device_cannot_hold_is_refused_before_it_is_there(name, monkeypatch):
     """With gradients or without, and with labels or without."""
     make, kind, batch, num_bytes = MASKS[name]
@@ -145,17 +119,14 @@ def test_a_mask_that_the_device_cannot_hold_is_refused_before_it_is_there(name, 
         assert settled_memory() == held
         assert dict(mask_functions()) == before, "transformers is as it was"
     of_this_size(make(kind), num_bytes, monkeypatch)(**batch)
-
-
-def test_a_mask_in_both_directions_is_refused(monkeypatch):
     model = of_this_size(bert("eager"), 4 * DENSE - 1, monkeypatch)
     with pytest.raises(ValueError, match="must fit"):
-        model(**rows_of(padded=True))
+        model(**rows_of(padded=True))  # in both directions
 
 
 def test_nothing_is_allocated_for_a_mask_that_is_refused(monkeypatch):
     """What the device has held at most are the embeddings, which are small beside the mask."""
-    tokens = 2048
+    tokens = 1024
     model = of_this_size(llama(tokens=tokens), ROWS * tokens * tokens // 2, monkeypatch)
     settled_memory()
     torch.accelerator.reset_peak_memory_stats()
@@ -199,8 +170,9 @@ def bytes_per_token(width: int, inner: int, head: int) -> int:
     return 34 * width + 12 * inner + 4 * head
 
 
-@pytest.mark.parametrize(("width", "inner", "heads"), [(64, 172, 2), *more((128, 344, 4), (128, 512, 2))])
+@pytest.mark.parametrize(("width", "inner", "heads"), [(64, 172, 2), *more((128, 512, 2))])
 def test_bytes_per_token_in_one_layer(width, inner, heads):
+    """In proportion: attention that is fused keeps nothing for pairs of tokens."""
     sizes = {"hidden_size": width, "intermediate_size": inner}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
     few, many = (peak_of_a_step(tokens, **sizes) for tokens in (512, 1024))
@@ -215,13 +187,12 @@ def test_a_context_of_512k_tokens_by_shapes():
         model = hf.LlamaForCausalLM(hf.LlamaConfig())
     config = model.config
     need = estimate(model, L2LConfig(device="sim", cmp="bf16"))
-    stash = config.num_hidden_layers * tokens * config.hidden_size * 2
-    boundary = 3 * tokens * config.hidden_size * 2
+    passed = tokens * config.hidden_size * 2
     row = tokens * bytes_per_token(config.hidden_size, config.intermediate_size, config.head_dim)
     found = {
         "host, masters, gradients, moments, copies": need.host_bytes,
-        "host, stash": stash,
-        "host, what passes between layers, at most": boundary,
+        "host, stash": config.num_hidden_layers * passed,
+        "host, what passes between layers, at most": 3 * passed,
         "device, shell and slots": need.device_bytes,
         "device, one row": row,
     }

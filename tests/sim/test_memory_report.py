@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -31,12 +29,12 @@ def wide_bert(**options: Any) -> nn.Module:
 class Run:
     """A model, its EPS and optimizer; the device's peak begins with it."""
 
-    def __init__(self, model: nn.Module, optimizer: Any = torch.optim.AdamW, **options: Any) -> None:
+    def __init__(self, model: nn.Module, **options: Any) -> None:
         settled_memory()
         torch.accelerator.reset_peak_memory_stats()
         self.model = model
         self.eps = attach_l2l(model, L2LConfig(**{"ubatch_size": UBATCH, **options}))
-        self.optimizer = self.eps.wrap(optimizer(model.parameters(), lr=1e-3))
+        self.optimizer = self.eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     def forward(self, rows: int = ROWS, tokens: int = TOKENS) -> torch.Tensor:
         ids = torch.randint(5, 60, (rows, tokens), generator=torch.Generator().manual_seed(1))
@@ -69,13 +67,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"resident": "shell", "cmp": "bf16", "eps_update": "eager"},
     {"resident_layers": 1, "kept_weights": 1, "kept_graphs": 1, "stash": "host"},
     *more(
-        {"stash": "device"},
-        {"stash": "host", "boundary": "device"},
         {"stash": "device", "ubatch_size": None},
         {"cmp": "bf16", "grad_dtype": "16bit", "moment_dtype": "bf16"},
         {"cmp": "bf16", "host_copies": "per_sweep"},
-        {"resident": "all", "kept_graphs": 2, "cmp": "bf16"},
-        {"resident": "all", "resident_update": "host"},
+        {"resident": "all", "resident_update": "host", "kept_graphs": 2},
         {"eps_update": "serial", "prefetch": False, "gradient_slots": 1},
     ),
 ]
@@ -107,9 +102,8 @@ def test_every_byte_has_a_name(family, options):
     assert after["device"] == before["device"] and after["host"]["masters"] == before["host"]["masters"]
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, *more(torch.optim.Adafactor)])
-def test_host_memory_is_that_of_the_shapes(optimizer):
-    run = Run(wide_bert(), optimizer, cmp="bf16", stash="host", boundary="device")
+def test_host_memory_is_that_of_the_shapes():
+    run = Run(wide_bert(), cmp="bf16", stash="host", boundary="device")
     run.step()
     run.eps.synchronize()
     need = estimate(run.model, L2LConfig(cmp="bf16"), run.optimizer)
@@ -142,23 +136,16 @@ def test_device_memory_is_that_of_the_shapes():
     assert run.device()["inputs"]["peak"] >= ROWS * TOKENS * 8
 
 
-def peaks(model: nn.Module, **options: Any) -> dict[str, int]:
-    """What the device held at the peak of two steps, without the total."""
-    run = Run(model, **options)
-    for _ in range(2):
-        run.step()
-    return {name: size["peak"] for name, size in run.device().items() if name != "total"}
-
-
 def test_the_peak_is_named_by_what_ran():
-    """With a wide vocabulary it is the head's, with a wide feed-forward that of a layer."""
-    vocabulary = 3000
-    language_model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "vocab_size": vocabulary}))
-    found = peaks(language_model, chunked_loss="off", stash="device")
+    """With a wide vocabulary it is the head's."""
+    words = 3000
+    run = Run(
+        hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "vocab_size": words})), chunked_loss="off", stash="device"
+    )
+    run.step()
+    found = {name: size["peak"] for name, size in run.device().items() if name != "total"}
     assert max(found, key=lambda name: found[name]) == "head"
-    assert found["head"] >= 2 * ROWS * TOKENS * vocabulary * 4, "logits and their gradient"
-    found = peaks(wide_bert(intermediate_size=40 * WIDTH), stash="device", ubatch_size=None)
-    assert found["workspace"] >= 2 * ROWS * TOKENS * 40 * WIDTH * 4, "both sides of the activation function"
+    assert found["head"] >= 2 * ROWS * TOKENS * words * 4, "logits and their gradient"
 
 
 def test_updates_that_widen_are_counted():
@@ -196,6 +183,7 @@ def test_the_program_may_reset_the_peak_of_the_device():
     assert torch.accelerator.max_memory_allocated() < peak
     report = run.eps.memory_report()
     assert report["device"]["total"]["peak"] == peak and report.note == ""
+    assert "sim:0" in str(report) and "workspace" in str(report) and "<th>peak</th>" in report._repr_html_()
     run.step(6 * ROWS)
     assert_adds_up(run.eps.memory_report())
     torch.empty(2**26, device="sim")
@@ -204,21 +192,6 @@ def test_the_program_may_reset_the_peak_of_the_device():
     model(**batch_for(model))
     report = eps.memory_report()
     assert "reset_peak_memory_stats" in report.note and report["device"]["total"]["peak"] < 2**26
-
-
-def test_it_prints_as_a_table():
-    run = Run(wide_bert(), stash="device")
-    run.step()
-    run.eps.synchronize()
-    report = run.eps.memory_report()
-    lines = str(report).splitlines()
-    assert "BertForSequenceClassification" in lines[0] and "sim:0" in lines[0]
-    assert len({len(line) for line in lines[1:]}) == 1
-    shown = {line.split()[1] for line in lines[2:]}
-    assert {"shell", "slots", "workspace", "stash", "masters", "moments", "total"} <= shown and "copies" not in shown
-    tree = ElementTree.fromstring(report._repr_html_())
-    assert [cell.text for cell in tree.iter("th")] == [None, "memory", "now", "peak"]
-    assert sum(1 for _ in tree.iter("tr")) == len(lines) - 1
 
 
 # ---- L2LTrainer
@@ -254,19 +227,7 @@ def test_the_trainer_tells_the_peak_of_the_device(tmp_path):
     assert with_times.keys() - few.keys() == {"l2l_step_s", "l2l_bound", *waits}
     figure = made.plot()
     assert any("at the peak" in text.get_text() for text in figure.axes[0].texts)
-    assert "ubatch_size=2; on sim:0" in figure.get_suptitle()
     assert "its speed says nothing" in figure.axes[1].get_title()
-
-
-def said_first(folder: Path, caplog: Any, **options: Any) -> str:
-    caplog.clear()
-    with caplog.at_level("INFO", "hf_l2l"):
-        made = l2l_trainer(folder, model=tiny_bert(layers=2), max_steps=1, **options)
-        made.train()
-    assert "Link = up to " in made.l2l_summary() and "Device memory = shell " in made.l2l_summary()
-    detach_l2l(made.model)
-    [said] = [record.getMessage() for record in caplog.records if "layers" in record.getMessage()]
-    return said
 
 
 def test_the_first_line_says_where_layers_run(tmp_path, caplog):
@@ -275,6 +236,12 @@ def test_the_first_line_says_where_layers_run(tmp_path, caplog):
         ({"ubatch_size": 2, "stash": "host", "l2l_resident_layers": 1}, r"2 layers streamed.* KiB and activations, "),
         ({"device_memory_budget": "64MiB"}, r"all 2 layers stay on sim:0; .*; [\d.]+ KiB, host "),
     ):
-        said = said_first(tmp_path, caplog, **options)
+        caplog.clear()
+        with caplog.at_level("INFO", "hf_l2l"):
+            made = l2l_trainer(tmp_path, model=tiny_bert(layers=2), max_steps=1, **options)
+            made.train()
+        assert "Link = up to " in made.l2l_summary() and "Device memory = shell " in made.l2l_summary()
+        detach_l2l(made.model)
+        [said] = [record.getMessage() for record in caplog.records if "layers" in record.getMessage()]
         assert re.match(line, said), said
         assert "stash" not in options or "micro-batch 2, stash on the host, 1 layer resident" in said
