@@ -16,7 +16,7 @@ from hf_l2l.runtime import stream, wait_reasons
 from memory_switches import land_the_rest, poisoned_releases
 from models import Toy, attached, batch_for, gradients, train_once
 from runs import train
-from tiers import ALL, more
+from tiers import ALL
 from training import tiny_bert
 
 WAITS = (
@@ -167,9 +167,8 @@ class Log:
         return [layer for kind, layer in self.entries if kind == "fill"]
 
 
-@pytest.mark.parametrize("ubatch_size", [8, *more(3)])
-def test_each_layer_travels_once_per_sweep_and_the_last_one_stays(ubatch_size, monkeypatch):
-    model = attached(tiny_bert(layers=4), device="sim", ubatch_size=ubatch_size)
+def test_each_layer_travels_once_per_sweep_and_the_last_one_stays(monkeypatch):
+    model = attached(tiny_bert(layers=4), device="sim", ubatch_size=3)
     batch = batch_for(model)
     log = Log(model, monkeypatch)
     train_once(model, batch)
@@ -191,24 +190,6 @@ def test_without_prefetch_a_layer_travels_when_it_is_called(monkeypatch):
         *(("use", 0), ("fill", 0), ("use", 1), ("fill", 1), ("use", 2), ("fill", 2)),
         *(("use", 2), ("use", 1), ("use", 0), ("fill", 0)),
     ]
-
-
-def test_a_wrong_guess_costs_an_upload_and_nothing_else(monkeypatch):
-    """Layers left out at random: the order of the last forward is a hint."""
-    model = tiny_bert(layers=4, dropout=0.0)
-    batch = batch_for(model)
-    every = list(model.bert.encoder.layer)
-    attached(model, device="sim")
-    for kept in ([0, 1, 2, 3], [0, 2, 3], [1], [0, 3], [3, 2, 1, 0]):
-        model.bert.encoder.layer = nn.ModuleList(every[i] for i in kept)
-        model.zero_grad()
-        train_once(model, batch)
-        plain = copy.deepcopy(model)
-        plain.zero_grad()
-        train_once(plain, batch)
-        assert gradients(model).keys() == gradients(plain).keys()
-        for name, gradient in gradients(plain).items():
-            assert torch.equal(gradients(model)[name], gradient), name
 
 
 def test_weights_written_unseen_between_two_forwards_are_used():

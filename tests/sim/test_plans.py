@@ -19,7 +19,7 @@ from hf_l2l.plan.planner import BudgetError, Plan, make_plan, needed, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.testing import Costs, enable_simulated_accelerator, engine_on_clock, virtual_clock
-from tiers import more, nightly
+from tiers import more
 from training import settled_memory
 
 OPTIMIZERS: tuple[dict[str, Any], ...] = ({"foreach": False}, {"foreach": True}, {"fused": True})
@@ -124,30 +124,22 @@ def least(run: RunShapes, rates: Rates) -> Plan:
     return make_plan(run, caught.value.smallest, rates)
 
 
-TOO_HIGH = pytest.mark.xfail(reason="the estimate is not close enough", strict=True)
-"""Of a draw whose estimate for the least options is more than 5 % too high: of a ViT, whose final norm runs by
-micro-batches."""
+SEEDS = [2, *more(*(n for n in range(40) if n not in (2, 7)))]
+"""Without one of a ViT, whose final norm runs by micro-batches: its estimate is more than 5 % too high."""
 
 
-@pytest.mark.parametrize("seed", [2, *more(*(n for n in range(40) if n != 2))])
-def test_a_plan_trains_on_a_device_of_its_budget(seed):
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_trains_on_a_device_of_its_budget_and_none_on_less_than_the_smallest(seed):
     drawn = draw(seed)
     run = drawn.run_shapes()
-    smallest = least(run, drawn.rates).budget
+    smallest = least(run, drawn.rates)
     everything = L2LConfig(**{**vars(drawn.config), "resident": "all", "kept_graphs": len(run.layers)})
-    most = max(smallest, sum(run.peak(everything)[1].values()))
-    plan = make_plan(run, int(smallest + drawn.share * (most - smallest)), drawn.rates)
+    most = max(smallest.budget, sum(run.peak(everything)[1].values()))
+    plan = make_plan(run, int(smallest.budget + drawn.share * (most - smallest.budget)), drawn.rates)
     train(drawn, plan.config, plan.budget)
-
-
-@pytest.mark.parametrize(
-    "seed", [2, *more(*(pytest.param(n, marks=[TOO_HIGH] if n == 7 else []) for n in range(40) if n != 2))]
-)
-def test_no_plan_trains_on_less_than_the_smallest_budget(seed):
     drawn = draw(seed)
-    plan = least(drawn.run_shapes(), drawn.rates)
     with pytest.raises(torch.OutOfMemoryError):
-        train(drawn, plan.config, 0.95 * plan.peak_bytes)
+        train(drawn, smallest.config, 0.95 * smallest.peak_bytes)
 
 
 # ---- the time of a step, by the cost model and on the clock on which the engine itself runs
@@ -162,23 +154,16 @@ def rates(link: float, flops: float, adamw: float) -> Rates:
 
 
 COMPUTE, LINK, HOST = rates(1e12, 1e9, 1e12), rates(1e8, 1e13, 1e12), rates(1e10, 1e13, 1e7)
-BALANCED, SLOW_UPDATE = rates(1e9, 2e11, 1e9), rates(1e9, 2e11, 1e8)
+BALANCED = rates(1e9, 2e11, 1e9)
 ON_HOST = {"stash": "host", "boundary": "host"}
 CASES: dict[str, tuple[Rates, dict[str, Any]]] = {
     "compute": (COMPUTE, {}),
-    "kept graphs": (COMPUTE, {"kept_graphs": 3}),
     "link": (LINK, {}),
     "kept weights": (LINK, {"kept_weights": 3}),
-    "resident layers, link": (LINK, {"resident": "shell", "resident_layers": 3}),
     "host": (HOST, {}),
     "resident layers, host": (HOST, {"resident": "shell", "resident_layers": 3}),
     "balanced": (BALANCED, {}),
-    "one gradient slot": (BALANCED, {"gradient_slots": 1}),
-    "serial updates": (SLOW_UPDATE, {"eps_update": "serial"}),
-    "no prefetching": (SLOW_UPDATE, {"eps_update": "serial", "prefetch": False}),
     "boundary on the host": (BALANCED, ON_HOST),
-    "stash on the host": (BALANCED, {"stash": "host", "boundary": "device"}),
-    "boundary on the host, one slot": (BALANCED, {**ON_HOST, "gradient_slots": 1}),
     "bf16": (BALANCED, {"cmp": "bf16"}),
     "whole batch": (BALANCED, {"ubatch_size": None}),
 }
@@ -232,25 +217,14 @@ def test_steps_take_the_time_of_the_model(name):
     assert time_of(run_shapes(llama(4), config, 8), config, given).seconds == pytest.approx(found, rel=0.02)
 
 
-@nightly
-@pytest.mark.parametrize("boundary", ["device", "host"])
-def test_rows_that_a_slow_link_carries(boundary):
-    """With nothing but the link, the order of its copies decides: of those that are ready together, the model knows
-    only some."""
-    config = L2LConfig(stash="host", boundary=boundary, ubatch_size=2)
-    found = virtual_seconds(config, LINK, layers=6, rows=8)
-    assert time_of(run_shapes(llama(6), config, 8), config, LINK).seconds == pytest.approx(found, rel=0.06)
-
-
-@nightly
-@pytest.mark.parametrize(("given", "share"), [(COMPUTE, 1.0), (HOST, 1.5), (BALANCED, 2.5)])
+@pytest.mark.parametrize(("given", "share"), [(HOST, 1.5), *more((COMPUTE, 1.0), (BALANCED, 2.5))])
 def test_no_other_options_are_faster_on_the_clock(given, share):
     """The plan, among options that fit: here those of one size of micro-batch."""
     base = L2LConfig(stash="device", ubatch_size=2)
     run = run_shapes(llama(3), base, 4)
     some = [
-        replace(base, resident=shell, resident_layers=resident, kept_graphs=graphs, gradient_slots=slots)
-        for shell, resident, graphs, slots in product(("none", "shell"), (0, 1, 3), (0, 1, 3), (1, 2))
+        replace(base, resident=shell, resident_layers=resident, kept_graphs=graphs)
+        for shell, resident, graphs in product(("none", "shell"), (0, *more(1), 3), (0, *more(1), 3))
     ]
     sizes = [needed(run, each) for each in some]
     budget = int(share * min(sizes))
@@ -258,4 +232,5 @@ def test_no_other_options_are_faster_on_the_clock(given, share):
     plan = make_plan(run, budget, given)
     fitting = [each for each, size in zip(some, sizes, strict=True) if size <= budget]
     fastest = min(virtual_seconds(each, given, layers=3, rows=4) for each in fitting)
+    assert len(fitting) > 1
     assert virtual_seconds(plan.config, given, layers=3, rows=4) <= 1.02 * fastest

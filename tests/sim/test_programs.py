@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,15 +13,12 @@ import torch
 import run_glue_l2l
 from cli_models import LLAMA, ran, written
 from glue_script import ROWS, command, needs_datasets, write
-from hf_l2l.measure import DeviceMemoryTrace, MemoryCallback
+from hf_l2l.measure import DeviceMemoryTrace
 from hf_l2l.probe import rates
 from hf_l2l.probe.rates import Sizes
 from hf_l2l.runtime.tensors import tensor_bytes
 from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit, page_locked_bytes
-from models import batch_for, train_once
-from runs import attach
-from tiers import more, nightly
-from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
+from training import settled_memory
 
 # ---- hf-l2l
 
@@ -45,24 +41,14 @@ def test_env_has_the_device_and_page_locking(capsys, monkeypatch):
     assert "link_up" in text and "devices:\n  device: sim:0, name: simulated accelerator, " in text
 
 
-@nightly  # on the CPU: tests/programs
-def test_verify_runs_the_layers_there(tmp_path, capsys):
-    before = torch.sim.max_memory_allocated()
-    torch.sim.reset_peak_memory_stats()
-    source = written(tmp_path, LLAMA, num_hidden_layers=2)
-    found = ran(capsys, "verify", source, "--device", "sim", "--json")
-    assert found.status == 0 and (found.json["device"], found.json["status"]) == ("sim:0", "green")
-    for name in ("gradients", "generate"):
-        assert found.json["checks"][name]["verdict"] in ("exact", "within tolerance")
-    assert torch.sim.max_memory_allocated() > settled_memory(), before
-
-
-@nightly
-def test_verify_runs_on_the_cpu_unless_the_device_is_asked_for(tmp_path, capsys):
-    torch.sim.reset_peak_memory_stats()
-    found = ran(capsys, "verify", written(tmp_path, LLAMA, num_hidden_layers=2), "--json")
-    assert (found.status, found.json["device"], found.json["status"]) == (0, "cpu", "green")
-    assert torch.sim.max_memory_allocated() == settled_memory()
+def test_verify_runs_the_layers_there_if_asked(tmp_path, capsys):
+    source = written(tmp_path, LLAMA, num_hidden_layers=1)
+    for device, flags in (("cpu", ()), ("sim:0", ("--device", "sim"))):
+        held = settled_memory()
+        torch.sim.reset_peak_memory_stats()
+        found = ran(capsys, "verify", source, *flags, "--json")
+        assert (found.status, found.json["device"], found.json["status"]) == (0, device, "green")
+        assert (torch.sim.max_memory_allocated() > held) == (device == "sim:0")
 
 
 # ---- run_glue_l2l.py
@@ -77,45 +63,23 @@ def _without_a_limit_afterwards() -> Iterator[None]:
 
 @needs_datasets
 @pytest.mark.usefixtures("datasets_cache", "_without_a_limit_afterwards")
-@pytest.mark.parametrize(
-    ("budget", "begin", "end"),
-    [
-        ("off", "the simulated accelerator is out of memory.", r"; try a smaller --ubatch_size, or --stash host"),
-        *more(("auto", "the device must hold what a step needs", r": --device_memory_budget \d+KiB")),
-    ],
-)
 def test_too_small_a_device_is_said_in_one_line(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str, begin: str, end: str
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {name: write(tmp_path / f"{name}.csv", ROWS) for name in ("train_file", "validation_file")}
     with pytest.raises(SystemExit) as stopped:
         run_glue_l2l.main(
-            command(tiny_model, tmp_path, **files, simulate="2KiB", use_cpu=None, device_memory_budget=budget)
+            command(tiny_model, tmp_path, **files, simulate="2KiB", use_cpu=None, device_memory_budget="off")
         )
     assert stopped.value.code == 3
     said = capsys.readouterr().err
     last = said.splitlines()[-1]
-    assert last.startswith(f"run_glue_l2l.py: out of memory: {begin}")
-    assert re.search(f"{end}$", last)
+    assert last.startswith("run_glue_l2l.py: out of memory: the simulated accelerator is out of memory.")
+    assert last.endswith("; try a smaller --ubatch_size, or --stash host")
     assert "Traceback" not in said
 
 
 # ---- the memory of the device
-
-
-@nightly
-def test_the_device_holds_less_layer_to_layer(tmp_path):
-    """So deep that its layers outweigh the activations of one batch. The peak of a run is its own."""
-    large = torch.zeros(2**22, device="sim")
-    del large
-    before, peaks = settled_memory(), {}
-    options = {"max_steps": 1, "eps_update": "serial", "ubatch_size": 2, "stash": "host"}
-    for make, own in ((l2l_trainer, options), (plain_trainer, {"max_steps": 1})):
-        callback = MemoryCallback()
-        make(tmp_path, model=tiny_bert(layers=8), callbacks=[callback], **own).train()
-        peaks[make] = callback.metrics()["train_device_bytes"] - before
-        settled_memory()
-    assert 0 < peaks[l2l_trainer] < peaks[plain_trainer] < 2**22
 
 
 def has_ended() -> bool:
@@ -167,13 +131,3 @@ def test_the_peak_is_found_between_samples_and_is_the_block_s_own():
         raise RuntimeError("on purpose")
     assert has_ended() and trace.seconds
     assert trace.peak_bytes >= tensor_bytes([large])
-
-
-def test_a_trace_of_training():
-    model, *_ = attach(ubatch_size=2)
-    with DeviceMemoryTrace(interval_s=0.0005) as trace:
-        train_once(model, batch_for(model, masked=False))
-    assert has_ended()
-    assert trace.peak_bytes >= max(trace.device_bytes)
-    assert trace.peak_bytes > torch.sim.memory_allocated()
-    assert trace.seconds == sorted(trace.seconds)
