@@ -259,25 +259,6 @@ def test_micro_batches_of_two_sizes_have_the_gradients_of_one():
         torch.testing.assert_close(three, one, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("resident", [{"resident": "all"}, *more({"resident_layers": 3})], ids=str)
-def test_gradients_that_stay_on_their_devices_can_change_before_the_step(resident):
-    """No norm is known of them any more."""
-    found = []
-    for count in (1, 3):
-        model = model_of("toy").eval()
-        eps = attach_l2l(model, config_of(model, count, **resident))
-        optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        model(**batch_for(model, masked=False)).loss.backward()
-        for most in (0.1, 0.05):
-            eps.clip_grad_norm_(most)
-        norm = eps.grad_norm().cpu()
-        optimizer.step()
-        eps.synchronize()
-        found.append([norm, *(p.detach().cpu() for p in model.parameters())])
-        detach_l2l(model)
-    assert all(torch.equal(three, one) for three, one in zip(found[1], found[0], strict=True))
-
-
 def test_devices_without_a_layer_are_named_once(caplog):
     """Two layers on three devices have the bits of one."""
     options: dict[str, Any] = {"steps": 2, "layer_classes": ("Block",), "batches": few_rows}

@@ -19,6 +19,7 @@ from hf_l2l.plan.planner import BudgetError, Plan, make_plan, needed, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.testing import Costs, enable_simulated_accelerator, engine_on_clock, virtual_clock
+from models import bert
 from tiers import more
 from training import settled_memory
 
@@ -62,30 +63,15 @@ def draw(seed: int) -> Draw:
         "intermediate_size": r.choice([2, 4]) * width,
     }
     dropout, tied = r.choice([0.0, 0.0, 0.1]), r.choice([True, False])
-    dropped = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    kind = r.choice(["bert", "gpt2", "llama", "t5", "vit", "mixtral"])
     model: nn.Module
-    if kind == "bert":
-        model = hf.BertForSequenceClassification(hf.BertConfig(**sizes, **dropped, vocab_size=vocab))
+    if r.choice([True, False]):
+        sizes = {**sizes, "max_position_embeddings": 128}
+        model = bert(dropout, **sizes, vocab_size=vocab)
         batch["labels"] = ids[:, 0] % 2
-    elif kind == "vit":
-        model = hf.ViTForImageClassification(hf.ViTConfig(**sizes, **dropped, image_size=32, patch_size=4))
-        batch = {"pixel_values": torch.zeros(rows, 3, 32, 32), "labels": ids[:, 0] % 2}
-    elif kind == "gpt2":
-        shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocab, "n_positions": 128}
-        drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-        ends = {"bos_token_id": 0, "eos_token_id": 0}
-        model = hf.GPT2LMHeadModel(hf.GPT2Config(**shape, **drops, **ends, tie_word_embeddings=tied))
-    elif kind == "t5":
-        shape = {"d_model": width, "num_heads": heads, "d_kv": width // heads, "d_ff": 2 * width, "vocab_size": vocab}
-        t5 = hf.T5Config(**shape, num_layers=layers, dropout_rate=dropout, decoder_start_token_id=0)
-        model = hf.T5ForConditionalGeneration(t5)
-    elif kind == "llama":
-        llama = hf.LlamaConfig(**sizes, vocab_size=vocab, num_key_value_heads=2, tie_word_embeddings=tied)
-        model = hf.LlamaForCausalLM(llama)
     else:
-        experts = {"num_key_value_heads": 2, "num_local_experts": 4}
-        model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, vocab_size=vocab))
+        model = hf.LlamaForCausalLM(
+            hf.LlamaConfig(**sizes, vocab_size=vocab, num_key_value_heads=2, tie_word_embeddings=tied)
+        )
     options: dict[str, Any] = {}
     if r.random() < 0.4:
         options = {"cmp": "bf16", "grad_dtype": r.choice(["fp32", "16bit"])}
@@ -124,11 +110,7 @@ def least(run: RunShapes, rates: Rates) -> Plan:
     return make_plan(run, caught.value.smallest, rates)
 
 
-SEEDS = [2, *more(*(n for n in range(40) if n not in (2, 7)))]
-"""Without one of a ViT, whose final norm runs by micro-batches: its estimate is more than 5 % too high."""
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [2, *more(*range(3, 23))])
 def test_a_plan_trains_on_a_device_of_its_budget_and_none_on_less_than_the_smallest(seed):
     drawn = draw(seed)
     run = drawn.run_shapes()
@@ -224,7 +206,7 @@ def test_no_other_options_are_faster_on_the_clock(given, share):
     run = run_shapes(llama(3), base, 4)
     some = [
         replace(base, resident=shell, resident_layers=resident, kept_graphs=graphs)
-        for shell, resident, graphs in product(("none", "shell"), (0, *more(1), 3), (0, *more(1), 3))
+        for shell, resident, graphs in product(("none", "shell"), (0, 3), (0, *more(1, 3)))
     ]
     sizes = [needed(run, each) for each in some]
     budget = int(share * min(sizes))

@@ -27,9 +27,9 @@ def test_an_error_comes_in_time_with_rule_value_and_remedy(section, tmp_path):
         assert "\n" not in raised.message
         assert not case.is_early or raised.allocated == [], case.typed
         if case.settings is not None:  # the config and the Trainer's arguments say the same, each with its own names
-            by_config = provoke(as_config(case.settings), tmp_path)
-            assert re.sub(r"\bl2l_", "", raised.message) == by_config.message
-            assert raised.places == by_config.places
+            by_arguments, by_config = provoke(case, tmp_path), provoke(as_config(case.settings), tmp_path)
+            assert re.sub(r"\bl2l_", "", by_arguments.message) == by_config.message
+            assert by_arguments.places == by_config.places
             typed = [argument(name) for name in case.settings]
             assert any(re.search(rf"(?<![\w.-]){name}\b", raised.message) for name in typed)
 
