@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, estimate
-from hf_l2l.testing import enable_simulated_accelerator
+from hf_l2l.testing import enable_simulated_accelerator, page_locked_bytes
 from models import Toy, batch_for, train_once
 from placements import LAYERS, PLACEMENTS, traffic, travelling_bytes
 from runs import OPTIMIZERS, attach, config_for
@@ -143,12 +143,14 @@ def test_a_call_without_a_backward_frees_its_memory(options):
     optimizer.zero_grad()
     with torch.no_grad():
         model(**batch)
-    held = settled_memory()
-    for _ in range(2):
+    held, locked = settled_memory(), set()
+    for _ in range(3):
         loss = model(**batch).loss
         assert settled_memory() > held
         del loss
         assert settled_memory() == held
+        locked.add(page_locked_bytes())
+    assert len(locked) == 1
     with torch.no_grad():
         model(**batch)
     assert settled_memory() == held

@@ -97,12 +97,17 @@ def watched_step(machine: Machine, file: Path, **options: Any) -> tuple[VirtualC
     return clock, averages, watched.rows(begun)
 
 
-def background_step(machine: Machine, file: Path, mode: str) -> tuple[float, Averages, dict[str, Row]]:
-    """A step during which the one before is still updated: the seconds computed in it, what the timeline says of it,
-    and all spans since it began."""
+def background_step(machine: Machine, file: Path, mode: str) -> tuple[Averages, dict[str, Row]]:
+    """A step during which the one before is still updated: what the timeline says of it, and all spans since it began.
+    Nothing is counted twice."""
     watched = Watched(machine, file, eps_update=mode)
     _, begun, averages = watched.timed(2)
-    return watched.computed, averages, watched.rows(begun)
+    rows, waits = watched.rows(begun), averages.upload_s + averages.download_s + averages.eps_s
+    assert watched.computed + waits == pytest.approx(averages.step_s)
+    assert busy([span for span in rows["waits"] if span[1] < averages.step_s - 1e-6]) == pytest.approx(waits)
+    for name, spans in rows.items():
+        assert all(one[2] <= other[1] + 1e-6 for one, other in itertools.pairwise(spans)), name
+    return averages, rows
 
 
 @pytest.mark.parametrize("machine", [SHORT, *more(LINK_BOUND)], ids="{0.layers} layers".format)
@@ -195,7 +200,7 @@ def slow_update(transfer_s: float) -> Machine:
 @pytest.mark.parametrize("transfer_s", [7.0, *more(1.0)], ids="a layer travels for {} s".format)
 def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path):
     """A layer begins when it has been updated and has travelled. What the updates add to that is the EPS's."""
-    _, averages, rows = background_step(slow_update(transfer_s), tmp_path / "t.json", "deferred")
+    averages, rows = background_step(slow_update(transfer_s), tmp_path / "t.json", "deferred")
     starts = [start for name, start, _ in rows["compute"] if name.startswith("forward")]
     assert starts == pytest.approx([UPDATE_S * (layer + 1) + transfer_s for layer in range(8)])
     slower = max(FORWARD_S, transfer_s)
@@ -215,7 +220,7 @@ def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path
 
 def test_an_eager_update_is_under_the_backward(tmp_path):
     """Only what it takes longer than the backward does is waited for: at the first layer, which is updated last."""
-    computed, averages, rows = background_step(slow_update(1.0), tmp_path / "t.json", "eager")
+    averages, rows = background_step(slow_update(1.0), tmp_path / "t.json", "eager")
     updates = [span for span in rows["host update"] if span[1] > 0][-8:]
     assert [name for name, *_ in updates] == [f"the update of blocks.{layer}" for layer in reversed(range(8))]
     _, after_the_first, _ = next(span for span in rows["download"] if span[0] == "blocks.7")
@@ -223,21 +228,6 @@ def test_an_eager_update_is_under_the_backward(tmp_path):
     assert rows["waits"][0][:2] == ("the update of blocks.0", pytest.approx(0.0))
     assert averages.eps_s == pytest.approx(8 * UPDATE_S - 7 * 3 * FORWARD_S)
     assert averages.bound == "host update"
-
-
-@pytest.mark.parametrize(
-    ("mode", "machine"),
-    [("eager", LINK_BOUND), *more(("deferred", slow_update(7.0)), ("eager", slow_update(1.0)))],
-    ids=lambda each: each if isinstance(each, str) else f"{each.layers} layers",
-)
-def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
-    computed, averages, rows = background_step(machine, tmp_path / "t.json", mode)
-    waits = averages.upload_s + averages.download_s + averages.eps_s
-    assert computed + waits == pytest.approx(averages.step_s)
-    in_step = [span for span in rows["waits"] if span[1] < averages.step_s - 1e-6]
-    assert busy(in_step) == pytest.approx(waits)
-    for name, spans in rows.items():
-        assert all(one[2] <= other[1] + 1e-6 for one, other in itertools.pairwise(spans)), name
 
 
 def test_nothing_is_recorded_without_a_request(monkeypatch):
