@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.pipeline.schedule import forward_steps, sweep_s
 from hf_l2l.pipeline.times import LayerSeconds, step_time
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.testing import VirtualClock, enable_simulated_accelerator, engine_on_clock, virtual_clock
-from models import bert, llama
+from models import bert
 from pipelined import devices
 from tiers import more
 from timed_machine import WIDTH, Block, Machine, Stack, sweeps_s
@@ -149,6 +151,10 @@ def test_one_thread_launches_for_all_devices():
 # ---- memory
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 100}
+
+
+def llama(**sizes: int) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=1))
 
 
 def batch_of(make: Any) -> dict[str, torch.Tensor]:

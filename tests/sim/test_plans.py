@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,105 +22,11 @@ from models import bert
 from tiers import more
 from training import settled_memory
 
-OPTIMIZERS: tuple[dict[str, Any], ...] = ({"foreach": False}, {"foreach": True}, {"fused": True})
-
 
 @pytest.fixture(autouse=True)
 def _no_limit_afterwards() -> Iterator[None]:
     yield
     enable_simulated_accelerator()
-
-
-class Draw(NamedTuple):
-    """A random model and batch, and how it is trained."""
-
-    model: nn.Module
-    batch: dict[str, torch.Tensor]
-    config: L2LConfig
-    optimizer: dict[str, Any]
-    rates: Rates
-    share: float
-    """Where the budget lies, between the least that any options need and what those need that keep all."""
-
-    def adamw(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-3, **self.optimizer)
-
-    def run_shapes(self) -> RunShapes:
-        return RunShapes(self.model, self.config, self.batch, optimizer=self.adamw())
-
-
-def draw(seed: int) -> Draw:
-    r = random.Random(seed)
-    heads, width, layers = r.choice([2, 4]), r.choice([32, 64, 96, 128]), r.choice([2, 3, 4, 6])
-    rows, tokens, vocab = r.choice([1, 2, 3, 4, 6, 8]), r.choice([8, 16, 33, 64, 128]), r.choice([100, 500, 2000])
-    ids = torch.randint(5, vocab - 5, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    sizes = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": r.choice([2, 4]) * width,
-    }
-    dropout, tied = r.choice([0.0, 0.0, 0.1]), r.choice([True, False])
-    model: nn.Module
-    if r.choice([True, False]):
-        sizes = {**sizes, "max_position_embeddings": 128}
-        model = bert(dropout, **sizes, vocab_size=vocab)
-        batch["labels"] = ids[:, 0] % 2
-    else:
-        model = hf.LlamaForCausalLM(
-            hf.LlamaConfig(**sizes, vocab_size=vocab, num_key_value_heads=2, tie_word_embeddings=tied)
-        )
-    options: dict[str, Any] = {}
-    if r.random() < 0.4:
-        options = {"cmp": "bf16", "grad_dtype": r.choice(["fp32", "16bit"])}
-    if r.random() < 0.2:
-        options["chunked_loss"] = "off"
-    rates = Rates(
-        flops=10 ** r.uniform(10, 13),
-        link_up=10 ** r.uniform(8, 11),
-        link_down=10 ** r.uniform(8, 11),
-        adamw=10 ** r.uniform(7, 10),
-        device_adamw=1e10,
-        per_call=r.choice([0, 1e-5, 1e-4]),
-    )
-    return Draw(model.train(), batch, L2LConfig(**options), r.choice(OPTIMIZERS), rates, r.random() ** 2)
-
-
-def train(drawn: Draw, config: L2LConfig, capacity: float) -> None:
-    """Two steps on a device of this capacity."""
-    enable_simulated_accelerator(settled_memory() + int(capacity))
-    try:
-        eps = attach_l2l(drawn.model, config)
-        optimizer = eps.wrap(drawn.adamw())
-        for _ in range(2):
-            drawn.model(**drawn.batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        eps.synchronize()
-    finally:
-        detach_l2l(drawn.model)
-
-
-def least(run: RunShapes, rates: Rates) -> Plan:
-    """The plan for the smallest budget that can be met."""
-    with pytest.raises(BudgetError) as caught:
-        make_plan(run, 1, rates)
-    return make_plan(run, caught.value.smallest, rates)
-
-
-@pytest.mark.parametrize("seed", [2, *more(*range(3, 23))])
-def test_a_plan_trains_on_a_device_of_its_budget_and_none_on_less_than_the_smallest(seed):
-    drawn = draw(seed)
-    run = drawn.run_shapes()
-    smallest = least(run, drawn.rates)
-    everything = L2LConfig(**{**vars(drawn.config), "resident": "all", "kept_graphs": len(run.layers)})
-    most = max(smallest.budget, sum(run.peak(everything)[1].values()))
-    plan = make_plan(run, int(smallest.budget + drawn.share * (most - smallest.budget)), drawn.rates)
-    train(drawn, plan.config, plan.budget)
-    drawn = draw(seed)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(drawn, smallest.config, 0.95 * smallest.peak_bytes)
 
 
 # ---- the time of a step, by the cost model and on the clock on which the engine itself runs
@@ -151,13 +56,18 @@ CASES: dict[str, tuple[Rates, dict[str, Any]]] = {
 }
 
 
-def llama(layers: int) -> nn.Module:
+def deep(layers: int) -> nn.Module:
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=500)).train()
 
 
-def inputs(rows: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(5, 490, (rows, 64), generator=torch.Generator().manual_seed(0))
+def encoder(layers: int) -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 128}
+    return bert(**sizes, num_hidden_layers=layers, vocab_size=500).train()
+
+
+def inputs(rows: int, tokens: int = 64) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 490, (rows, tokens), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -171,7 +81,7 @@ def run_shapes(model: nn.Module, config: L2LConfig, rows: int) -> RunShapes:
 
 def virtual_seconds(config: L2LConfig, given: Rates, *, layers: int, rows: int) -> float:
     """Of a step after two others, from the end of one `optimizer.step()` to the end of the next."""
-    model, batch = llama(layers), inputs(rows)
+    model, batch = deep(layers), inputs(rows)
     eps = attach_l2l(model, config)
     optimizer = eps.wrap(adamw(model))
 
@@ -196,23 +106,70 @@ def test_steps_take_the_time_of_the_model(name):
     given, options = CASES[name]
     config = L2LConfig(**{"stash": "device", "ubatch_size": 2, **options})
     found = virtual_seconds(config, given, layers=4, rows=8)
-    assert time_of(run_shapes(llama(4), config, 8), config, given).seconds == pytest.approx(found, rel=0.02)
+    assert time_of(run_shapes(deep(4), config, 8), config, given).seconds == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize(("given", "share"), [(HOST, 1.5), *more((COMPUTE, 1.0), (BALANCED, 2.5))])
 def test_no_other_options_are_faster_on_the_clock(given, share):
     """The plan, among options that fit: here those of one size of micro-batch."""
     base = L2LConfig(stash="device", ubatch_size=2)
-    run = run_shapes(llama(3), base, 4)
+    run = run_shapes(deep(3), base, 4)
     some = [
         replace(base, resident=shell, resident_layers=resident, kept_graphs=graphs)
         for shell, resident, graphs in product(("none", "shell"), (0, 3), (0, *more(1, 3)))
     ]
     sizes = [needed(run, each) for each in some]
     budget = int(share * min(sizes))
-    run = RunShapes(llama(3), base, inputs(4), optimizer=adamw(llama(3)), given=("stash", "boundary", "ubatch_size"))
+    run = RunShapes(deep(3), base, inputs(4), optimizer=adamw(deep(3)), given=("stash", "boundary", "ubatch_size"))
     plan = make_plan(run, budget, given)
     fitting = [each for each, size in zip(some, sizes, strict=True) if size <= budget]
     fastest = min(virtual_seconds(each, given, layers=3, rows=4) for each in fitting)
     assert len(fitting) > 1
     assert virtual_seconds(plan.config, given, layers=3, rows=4) <= 1.02 * fastest
+
+
+# ---- the memory of a plan
+
+
+def least(run: RunShapes, rates: Rates) -> Plan:
+    """The plan for the smallest budget that can be met."""
+    with pytest.raises(BudgetError) as caught:
+        make_plan(run, 1, rates)
+    return make_plan(run, caught.value.smallest, rates)
+
+
+def train(model: nn.Module, batch: dict[str, torch.Tensor], config: L2LConfig, capacity: float) -> None:
+    """Two steps on a device of this capacity."""
+    enable_simulated_accelerator(settled_memory() + int(capacity))
+    try:
+        eps = attach_l2l(model, config)
+        optimizer = eps.wrap(adamw(model))
+        for _ in range(2):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        eps.synchronize()
+    finally:
+        detach_l2l(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens", "options", "share"),  # where the budget lies: from the least, 0, to what needs no plan, 1
+    [
+        (deep, 33, {"cmp": "bf16", "grad_dtype": "16bit"}, 0.2),
+        *more((deep, 128, {}, 0.0), (deep, 8, {}, 0.5), (deep, 64, {"chunked_loss": "off"}, 0.1)),
+        *more((encoder, 33, {}, 0.0), (encoder, 128, {"cmp": "bf16"}, 0.4), (encoder, 8, {}, 0.8)),
+    ],
+)
+def test_a_plan_trains_on_a_device_of_its_budget_and_none_on_less_than_the_smallest(make, tokens, options, share):
+    models = [make(3) for _ in range(2)]
+    ids = inputs(4, tokens)["input_ids"]
+    batch = {"input_ids": ids, "labels": ids[:, 0] % 2 if make is encoder else ids.clone()}
+    run = RunShapes(models[0], L2LConfig(**options), batch, optimizer=adamw(models[0]))
+    smallest = least(run, BALANCED)
+    everything = L2LConfig(**options, resident="all", kept_graphs=len(run.layers))
+    most = max(smallest.budget, sum(run.peak(everything)[1].values()))
+    plan = make_plan(run, int(smallest.budget + share * (most - smallest.budget)), BALANCED)
+    train(models[0], batch, plan.config, plan.budget)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(models[1], batch, smallest.config, 0.95 * smallest.peak_bytes)

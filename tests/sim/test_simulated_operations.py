@@ -137,7 +137,6 @@ REFUSED: dict[str, list[Callable[[torch.Tensor, torch.Tensor], object]]] = {
         lambda x, h: torch.where(x > 0, x, h),
         lambda x, h: h[torch.tensor([0], device="sim")],
         lambda x, h: torch.add(x, x, out=h),
-        lambda x, h: torch._foreach_add_([h], [x]),
         lambda x, h: torch.ones(3, device="sim").set_(h.untyped_storage()),
     ],
     "Use Tensor.cpu": [lambda x, h: x.numpy()],
@@ -161,9 +160,7 @@ def test_what_cuda_refuses_is_refused():
 
 
 PRODUCTS: list[Callable[[torch.Tensor, torch.Tensor], object]] = [
-    lambda x, y: torch.mm(x, y),
     lambda x, y: torch.addmm(x[0], y, y),
-    lambda x, y: torch.baddbmm(x[None], y[None], y[None]),
     lambda x, y: torch.einsum("ij,jk->ik", x, y),
     lambda x, y: functional.conv1d(x, y[:, :, None], y[0]),
     lambda x, y: functional.scaled_dot_product_attention(x[None], y[None], y[None]),
