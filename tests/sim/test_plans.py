@@ -124,7 +124,6 @@ def test_no_other_options_are_faster_on_the_clock(given, share):
     plan = make_plan(run, budget, given)
     fitting = [each for each, size in zip(some, sizes, strict=True) if size <= budget]
     fastest = min(virtual_seconds(each, given, layers=3, rows=4) for each in fitting)
-    assert len(fitting) > 1
     assert virtual_seconds(plan.config, given, layers=3, rows=4) <= 1.02 * fastest
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import time
 from collections import Counter
 from typing import Any
 
@@ -312,19 +310,6 @@ def test_batches_of_changing_length_take_no_more_rooms(lengths):
         assert room_bytes(fresh) < 1.2 * most  # sizes are rounded up
 
 
-def settled() -> tuple[int, int]:
-    """Bytes of the device, and of page-locked memory, once neither changes any more: a backward that has failed lives
-    as long as the device's thread and its traceback do."""
-    readings: list[tuple[int, int]] = []
-    for _ in range(20):
-        gc.collect()
-        readings.append((torch.sim.memory_allocated(), page_locked_bytes()))
-        if readings[-3:].count(readings[-1]) == 3:
-            break
-        time.sleep(0.02)
-    return readings[-1]
-
-
 FAILING = ("failing_hook", "retained_graph", "interrupted")
 """Programs after which something is most easily left."""
 
@@ -340,7 +325,7 @@ def test_no_program_takes_more_and_more(name):
         case.optimizer.zero_grad()
         SCENARIOS[name](case)
         case.optimizer.zero_grad()
-        seen.append(settled())
+        seen.append((settled_memory(), page_locked_bytes()))
     # What one turn leaves to the next one's forward, it may have left or not when the memory is read.
     for earlier, later in zip(zip(*seen[1:3], strict=True), zip(*seen[3:], strict=True), strict=True):
         assert min(later) <= max(earlier)
