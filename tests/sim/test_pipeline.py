@@ -99,7 +99,7 @@ def on_one(family: str, mode: str, steps: int = 2) -> Trained:
     [
         *(("fp16", "gpt2", 2, 1), ("whole batch", "albert", 2, 1)),
         *more(("device", "deberta", 3, 3), ("host", "bert", 4, 3), ("host stash", "gpt2", 3, 3)),
-        *more(("bf16", "llama", 4, 3), ("bf16 host", "t5", 3, 20), ("kept", "bert", 2, 3)),
+        *more(("bf16", "llama", 4, 3), ("bf16 host", "t5", 3, 8), ("kept", "bert", 2, 3)),
         *more(("kept inputs", "mixtral", 3, 3), ("resident layers host", "t5", 3, 3), ("all resident", "llama", 2, 3)),
     ],
 )
