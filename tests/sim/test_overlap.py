@@ -1,23 +1,32 @@
-"""Weights travel while the device computes: the same bits, every wait needed, each layer once per sweep."""
+"""Weights and rows travel while the device computes: the same bits whenever copies land, every wait needed, and a
+model that stays usable after a transfer that fails."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from functools import cache
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
-from hf_l2l.device.slots import WeightSlots
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.logits import chunks
 from hf_l2l.runtime import stream, wait_reasons
+from hf_l2l.stash import spill
+from hf_l2l.testing import copies_under_way, sim_copies, sim_stream
 from memory_switches import land_the_rest, poisoned_releases
-from models import Toy, attached, batch_for, gradients, train_once
-from runs import train
+from models import Toy, assert_same_bits, attached, batch_for, gradients, llama, train_once
+from runs import attach, seed_all, train
 from tiers import ALL, more
-from training import tiny_bert
+from training import settled_memory, tiny_bert
 
 WAITS = (
     wait_reasons.WEIGHTS_UPLOADED,
@@ -31,18 +40,22 @@ WAITS = (
     wait_reasons.FAILED_DOWNLOADS_FINISHED,
     wait_reasons.INPUT_COMPUTED,
     wait_reasons.INPUT_STASHED,
-    wait_reasons.OUTPUT_COMPUTED,
-    wait_reasons.OUTPUT_DOWNLOADED,
-    wait_reasons.ROWS_DOWNLOADED,
-    wait_reasons.ROWS_MEMORY_FREE,
-    wait_reasons.ROWS_UPLOADED,
     wait_reasons.STASH_COPIES_FINISHED,
 )
+ROW_WAITS = {
+    wait_reasons.OUTPUT_COMPUTED: ("llama", "host"),
+    wait_reasons.OUTPUT_DOWNLOADED: ("llama", "disk"),
+    wait_reasons.ROWS_DOWNLOADED: ("gpt2", "disk"),
+    wait_reasons.ROWS_MEMORY_FREE: ("gpt2", "disk"),
+    wait_reasons.ROWS_UPLOADED: ("gpt2", "host"),
+}
+"""Of what moves a few rows at a time outside the layers -> a model and a place of its rows."""
 
 
 @pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """What is read after it was given back is NaN, in every test here."""
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is read after it was given back is NaN, in every test here; test folders are on a disk."""
+    monkeypatch.setattr(spill, "is_in_memory", lambda folder: False)
     with poisoned_releases():
         yield
 
@@ -86,7 +99,7 @@ def everything() -> None:
     stop_half_way(tiny_bert(layers=3))
 
 
-@pytest.mark.parametrize("why", WAITS[:: 1 if ALL else 3])
+@pytest.mark.parametrize("why", WAITS if ALL else WAITS[1::2])
 def test_every_wait_is_needed(why, monkeypatch):
     waits = Waits(monkeypatch, without=why)
     with pytest.raises((RuntimeError, AssertionError), match="sim stream|not close|not finite"):
@@ -140,75 +153,7 @@ def test_all_waits_are_listed(monkeypatch):
     everything()
     # The copies that follow this one make the host wait by themselves: the wait is there for the logs, and of several
     # devices for layers that compute on other streams.
-    assert waits.found == {*WAITS, wait_reasons.RECOMPUTE_COMPARED}
-
-
-class Log:
-    """What is uploaded and used, in order: ("fill" or "use", layer index)."""
-
-    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        index = {layer: i for i, layer in enumerate(model.bert.encoder.layer)}
-        self.entries: list[tuple[str, int]] = []
-        span, weights = stream.span, WeightSlots.weights
-
-        def copies(device: torch.device, row: str, of: Any) -> Any:
-            if row == "upload" and of in index:
-                self.entries.append(("fill", index[of]))
-            return span(device, row, of)
-
-        def uses(slots: WeightSlots, unit: Any, **options: Any) -> Any:
-            self.entries.append(("use", index[unit.module]))
-            return weights(slots, unit, **options)
-
-        monkeypatch.setattr(stream, "span", copies)
-        monkeypatch.setattr(WeightSlots, "weights", uses)
-
-    def filled(self) -> list[int]:
-        return [layer for kind, layer in self.entries if kind == "fill"]
-
-
-@pytest.mark.parametrize("ubatch_size", [8, *more(3)])
-def test_each_layer_travels_once_per_sweep_and_the_last_one_stays(ubatch_size, monkeypatch):
-    model = attached(tiny_bert(layers=4), device="sim", ubatch_size=ubatch_size)
-    batch = batch_for(model)
-    log = Log(model, monkeypatch)
-    train_once(model, batch)
-    assert log.filled() == [0, 1, 2, 3, 1, 0]  # the last two are still there when the backward sweep begins
-    log.entries.clear()
-    train_once(model, batch)
-    assert log.entries == [
-        *(("fill", 0), ("use", 0), ("fill", 1), ("use", 1), ("fill", 2), ("use", 2), ("fill", 3), ("use", 3)),
-        *(("use", 3), ("use", 2), ("fill", 1), ("use", 1), ("fill", 0), ("use", 0)),
-    ]
-
-
-def test_without_prefetch_a_layer_travels_when_it_is_called(monkeypatch):
-    # No dropout: the first call of a layer that draws runs it twice.
-    model = attached(tiny_bert(layers=3, dropout=0.0), device="sim", prefetch=False)
-    log = Log(model, monkeypatch)
-    train_once(model, batch_for(model))
-    assert log.entries == [
-        *(("use", 0), ("fill", 0), ("use", 1), ("fill", 1), ("use", 2), ("fill", 2)),
-        *(("use", 2), ("use", 1), ("use", 0), ("fill", 0)),
-    ]
-
-
-def test_a_wrong_guess_costs_an_upload_and_nothing_else(monkeypatch):
-    """Layers left out at random: the order of the last forward is a hint."""
-    model = tiny_bert(layers=4, dropout=0.0)
-    batch = batch_for(model)
-    every = list(model.bert.encoder.layer)
-    attached(model, device="sim")
-    for kept in ([0, 1, 2, 3], [0, 2, 3], [1], [0, 3], [3, 2, 1, 0]):
-        model.bert.encoder.layer = nn.ModuleList(every[i] for i in kept)
-        model.zero_grad()
-        train_once(model, batch)
-        plain = copy.deepcopy(model)
-        plain.zero_grad()
-        train_once(plain, batch)
-        assert gradients(model).keys() == gradients(plain).keys()
-        for name, gradient in gradients(plain).items():
-            assert torch.equal(gradients(model)[name], gradient), name
+    assert waits.found == {*WAITS, *ROW_WAITS, wait_reasons.RECOMPUTE_COMPARED}
 
 
 def test_weights_written_unseen_between_two_forwards_are_used():
@@ -221,3 +166,156 @@ def test_weights_written_unseen_between_two_forwards_are_used():
         plain = copy.deepcopy(model)
         assert not torch.equal(before, after)
         assert torch.equal(after.cpu(), plain(**batch).logits)
+
+
+# ---- what moves a few rows at a time outside the layers: embeddings, final norms, dropout, heads in chunks, the disk
+
+ROWS = 60
+ON_HOST: dict[str, Any] = {"ubatch_size": 25, "stash": "host", "boundary": "host"}
+"""A chunk of the head, of 128 tokens, ends amid a micro-batch of 150."""
+
+
+def gpt2() -> nn.Module:
+    """With dropout between embedding and layers."""
+    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=60))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": partial(llama, tie_word_embeddings=True), "gpt2": gpt2}
+"""The first with a final norm, and a tied head in chunks."""
+
+
+def options_of(folder: Path | None) -> dict[str, Any]:
+    """Of a stash in host memory, or in a file in `folder`."""
+    return ON_HOST if folder is None else {**ON_HOST, "stash": "disk", "spill_dir": folder}
+
+
+def trained(kind: str, folder: Path | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights after two steps with accumulation."""
+    torch.manual_seed(3)
+    model, eps, optimizer, _ = attach(MODELS[kind](), **{**options_of(folder), **options})
+    batch = batch_for(model, rows=ROWS)
+    for _ in range(2):
+        with eps.accumulate():
+            model(**batch).loss.backward()
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@cache
+def expected(kind: str) -> dict[str, torch.Tensor]:
+    return trained(kind)
+
+
+@pytest.mark.parametrize(
+    ("why", "kind", "place"),
+    [
+        *((why, *where) for why, where in ROW_WAITS.items()),
+        *more(*((why, kind, "host") for why in ROW_WAITS for kind in MODELS if (kind, "host") != ROW_WAITS[why])),
+    ],
+)
+def test_every_wait_for_rows_is_needed(why, kind, place, monkeypatch, tmp_path):
+    wanted = expected(kind)
+    waits = Waits(monkeypatch, without=why)
+    with pytest.raises((RuntimeError, AssertionError), match="sim stream|not finite|weight"):
+        assert_same_bits(trained(kind, tmp_path if place == "disk" else None), wanted)
+    assert why in waits.found
+    land_the_rest()
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "on_disk"),
+    [(0, "llama", True), *more((1, "gpt2", False), (2, "llama", True), (3, "llama", False))],
+)
+def test_when_copies_land_changes_no_bit(seed, kind, on_disk, tmp_path):
+    wanted = expected(kind)
+    with sim_stream.random_landing(seed):
+        assert_same_bits(trained(kind, tmp_path if on_disk else None), wanted)
+
+
+# ---- transfers that fail
+
+
+class Broken(Exception):
+    pass
+
+
+@contextmanager
+def failing_at(number: int, kind: str) -> Iterator[list[int]]:
+    """Inside, the copy with this number of this kind raises; yields what counts down, copy by copy."""
+    left, inside = [number], [False]
+    span, copy_ = stream.span, sim_copies.copy
+
+    @contextmanager
+    def entered(device: torch.device, row: str, of: Any) -> Iterator[None]:
+        with span(device, row, of):
+            inside[0] = row == kind
+            try:
+                yield
+            finally:
+                inside[0] = False
+
+    def copy(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        if inside[0] and source.device != target.device:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Broken
+        copy_(source, target, *rest)
+
+    with mock.patch.object(stream, "span", entered), mock.patch.object(sim_copies, "copy", copy):
+        yield left
+
+
+@pytest.mark.parametrize("copies", ["stash upload", "stash download"])
+@pytest.mark.parametrize(
+    ("kind", "place", "every"),  # not a multiple of the micro-batches, so that each of them has its turn
+    [("llama", "host", 17), *more(("llama", "host", 1), ("gpt2", "disk", 7))],
+)
+def test_a_transfer_that_fails_leaves_the_model_usable(copies, kind, place, every, tmp_path):
+    """Each upload and each download of rows in a step fails once: of an embedding, of layers, of a norm or dropout, of
+    a chunk of the head, and of their gradients."""
+    torch.manual_seed(3)
+    model, _, _, _ = attach(MODELS[kind](), **options_of(tmp_path if place == "disk" else None))
+    batch = batch_for(model, rows=ROWS)
+
+    def step() -> dict[str, torch.Tensor | None]:
+        seed_all()
+        model.zero_grad()
+        train_once(model, batch)
+        return gradients(model)
+
+    step()
+    wanted = step()
+    with failing_at(0, copies) as left:
+        step()
+    count = -left[0]
+    model.zero_grad()
+    held = settled_memory()
+    assert count > 10
+    for number in range(1, count + 1, every):
+        with failing_at(number, copies), pytest.raises(Broken):
+            step()
+        assert_same_bits(step(), wanted)
+        assert not copies_under_way()
+        model.zero_grad()
+        assert settled_memory() == held, number
+
+
+def test_a_model_is_detached_after_its_head_has_failed(monkeypatch):
+    """Hidden states of the next chunk are being uploaded then, to memory that is freed with the engine."""
+    model = MODELS["llama"]()
+    attach_l2l(model, L2LConfig(device="sim", stash="host", boundary="host", ubatch_size=4))
+    loss = model(**batch_for(model, rows=ROWS)).loss
+
+    def fails(*_: Any) -> Any:
+        raise KeyError("the head has failed")
+
+    monkeypatch.setattr(chunks.Head, "linear", fails)
+    with pytest.raises(KeyError):
+        loss.backward()
+    detach_l2l(model)
+    del model, loss
+    gc.collect()
+    torch.sim.synchronize()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -47,12 +44,9 @@ def test_what_is_registered_is_pinned_until_it_is_unregistered(memory):
     assert not memory[3 * PAGE - 1 : 3 * PAGE + 1].is_pinned() and not memory[3 * PAGE :].is_pinned()
     assert unregister(part) == GRANTED
     assert not part.is_pinned() and page_locked_bytes() == 0
-
-
-def test_a_tensor_over_two_ranges_is_not_pinned(memory):
     halves = memory[: 4 * PAGE], memory[4 * PAGE :]
     assert [register(half) for half in halves] == [GRANTED, GRANTED]
-    assert all(half.is_pinned() for half in halves) and not memory.is_pinned()
+    assert all(half.is_pinned() for half in halves) and not memory.is_pinned(), "a tensor over two ranges"
     assert [unregister(half) for half in halves] == [GRANTED, GRANTED]
 
 
@@ -103,32 +97,6 @@ def test_a_limit_counts_what_is_registered_already_and_ends_with_its_block(memor
     assert [unregister(part) for part in parts] == [GRANTED] * 3
     with pytest.raises(ValueError, match=r"0 or more \(got -1\)"), page_lock_limit(-1):
         pass
-
-
-def test_a_finalizer_that_unregisters_does_not_stop_a_registration(memory):
-    """Garbage may be collected anywhere, while something else is registered, too."""
-    assert register(memory[:PAGE]) == GRANTED
-    found: list[int] = []
-
-    def collected_meanwhile(frame: Any, event: str, arg: Any) -> None:
-        """Called with each call and return: at the first call that the function which registers makes itself."""
-        if not found and event == "call" and frame.f_back.f_code.co_name == "register" != frame.f_code.co_name:
-            if frame.f_back.f_code.co_filename != __file__:
-                found.append(unregister(memory[:PAGE]))
-
-    def registers() -> None:
-        sys.setprofile(collected_meanwhile)
-        try:
-            done = register(memory[2 * PAGE : 3 * PAGE])
-        finally:
-            sys.setprofile(None)
-        found.append(done)
-
-    registering = threading.Thread(target=registers, daemon=True)
-    registering.start()
-    registering.join(10)
-    assert found == [GRANTED, GRANTED], "it waits for itself"
-    assert unregister(memory[2 * PAGE : 3 * PAGE]) == GRANTED
 
 
 def test_an_asynchronous_download_is_made_pinned_as_on_cuda():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,23 +27,13 @@ def square(device: str) -> torch.Tensor:
 
 def test_a_tensor_is_where_it_was_asked_for():
     for index in range(4):
-        made = [
-            torch.zeros(3, device=f"sim:{index}"),
-            torch.arange(3, device=f"sim:{index}"),
-            torch.randn(2).to(index),
-        ]
+        made = torch.zeros(3, device=f"sim:{index}"), torch.randn(2).to(index)
         assert {t.device for t in made} == {torch.device("sim", index)}
         assert (made[0] + 1).device == made[0].new_empty(5).device == made[0].bool().device == made[0].device
-        for dtype in (torch.bfloat16, torch.bool, torch.complex64):
-            source = torch.tensor([0, 1, 1]).to(dtype)
-            assert source.to(f"sim:{index}").to("sim:3").cpu().equal(source)
     with torch.sim.device(2):
         assert torch.empty(1, device="sim").device.index == torch.sim.current_device() == 2
     assert torch.empty(1, device="sim").device.index == 0
     assert torch.sim.device_count() == torch.accelerator.device_count() == 4
-    module = torch.nn.Linear(3, 3).to("sim:1")
-    weight = module.weight
-    assert module.to("sim:3").weight is weight and weight.device.index == 3
 
 
 def test_what_is_refused():
@@ -65,36 +54,11 @@ def test_what_is_refused():
 
 def test_inference_tensors_are_those_that_are_made_in_inference_mode():
     """Whatever the first one of a device and dtype in the process was."""
-    for dtype, device in ((torch.float32, "sim:0"), (torch.float64, "sim:3"), (torch.int16, "sim:1")):
-        before = torch.ones(2, dtype=dtype, device=device)
-
-        def made(dtype: torch.dtype = dtype, device: str = device, before: torch.Tensor = before) -> list[bool]:
-            host = torch.ones(2, dtype=dtype)
-            return [x.is_inference() for x in (torch.ones(2, dtype=dtype, device=device), before + 1, host.to(device))]
-
-        for _ in range(2):
-            with torch.inference_mode():
-                assert made() == [True] * 3
-                inside = torch.ones(2, device=device)
-            assert made() == [False] * 3
-        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-            (torch.ones(2, device=device, requires_grad=True) * inside).sum()
-
-
-def test_gradients_go_back_through_devices_each_in_its_thread():
-    threads: dict[int, str] = {}
-
-    def noted(gradient: torch.Tensor) -> None:
-        threads[gradient.device.index] = threading.current_thread().name
-
-    leaf = torch.randn(N, N, device="sim:0", requires_grad=True)
-    value = leaf
-    for index in (1, 2, 3):
-        value = value.to(f"sim:{index}") * 2
-        value.register_hook(noted)
-    value.sum().backward()
-    assert leaf.grad is not None and leaf.grad.device == leaf.device and leaf.grad.cpu().eq(8).all()
-    assert set(threads) == {1, 2, 3} and len(set(threads.values())) == 3
+    before, host = torch.ones(2, dtype=torch.int16, device="sim:3"), torch.ones(2, dtype=torch.int16)
+    for is_inference in (True, False, True, False):
+        with torch.inference_mode(is_inference):
+            made = torch.ones_like(before), before + 1, host.to("sim:3")
+        assert [x.is_inference() for x in made] == [is_inference] * 3
 
 
 def test_memory_is_counted_for_each():
@@ -123,15 +87,6 @@ def test_each_draws_of_its_own_generator():
 
 
 # ---- streams
-
-
-def test_a_stream_has_a_device_which_becomes_the_current_one():
-    side = torch.sim.Stream(device="sim:1", name="one")
-    with side:
-        assert torch.sim.current_device() == 1 and torch.sim.current_stream() == side
-        assert torch.sim.current_stream("sim:0") == torch.sim.default_stream("sim:0")
-    assert torch.sim.current_device() == 0
-    assert torch.sim.default_stream("sim:1") != torch.sim.default_stream("sim:0")
 
 
 def test_kernels_run_on_the_stream_of_the_device_of_their_tensors():
@@ -174,18 +129,6 @@ def test_a_peer_copy_on_a_side_stream_is_late_and_must_be_waited_for():
     target.copy_(source, non_blocking=True)  # on the current streams of both, which it follows and is followed by
     assert target.sum().item() == 0
     source.add_(1)
-
-
-def test_memory_of_one_is_not_used_again_while_another_reads_it():
-    source = square("sim:0")
-    target = torch.empty(N, N, device="sim:1")
-    side = torch.sim.Stream(device="sim:0", name="out")
-    side.wait_stream(torch.sim.default_stream("sim:0"))
-    with side:
-        target.copy_(source, non_blocking=True)
-    del source
-    with pytest.raises(RuntimeError, match="used memory that was freed before it landed"):
-        torch.sim.synchronize("sim:0")
 
 
 # ---- the virtual clock

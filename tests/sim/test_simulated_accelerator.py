@@ -12,17 +12,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 from torch.nn import functional
 
 from hf_l2l.testing import enable_simulated_accelerator, sim_backward
-from training import plain_trainer, rows, settled_memory, tiny_bert
+from training import plain_trainer, settled_memory, tiny_bert
 
 SIM = torch.device("sim", 0)
 
@@ -38,66 +36,38 @@ def _unlimited() -> Iterator[None]:
 # Enabling
 
 
-def printed_by(script: str) -> list[str]:
-    """The lines that `script` prints in a process of its own."""
-    start = "import torch\nfrom hf_l2l.testing import enable_simulated_accelerator\n"
-    done = subprocess.run([sys.executable, "-c", start + script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_importing_registers_nothing_and_after_a_backward_nothing_can_be():
-    lines = printed_by("""
+    script = """
+import torch
+from hf_l2l.testing import enable_simulated_accelerator
 print(torch._C._get_privateuse1_backend_name(), hasattr(torch, "sim"))
 torch.ones((), requires_grad=True).backward()
-for _ in range(2):
-    try:
-        enable_simulated_accelerator()
-    except RuntimeError as error:
-        print(error)
-""")
-    assert lines[0] == "privateuseone False"
-    assert ["before the first backward of the process" in line for line in lines[1:]] == [True, True]
-
-
-def test_results_from_before_the_first_stream_must_be_waited_for():
-    lines = printed_by("""
-enable_simulated_accelerator()
-torch.sim.synchronize()
-x = torch.ones(3, device="sim") * 2
-h = torch.ones(3).to("sim", non_blocking=True).cpu()
-side = torch.sim.Stream()
 try:
-    with torch.sim.stream(side):
-        x.sum()
+    enable_simulated_accelerator()
 except RuntimeError as error:
     print(error)
-side.wait_stream(torch.sim.default_stream())
-with torch.sim.stream(side):
-    print(x.sum().item())
-""")
-    assert "an operation before the first stream was made on the default stream still writes" in lines[0]
-    assert lines[-1] == "6.0"
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    before, after = done.stdout.splitlines()
+    assert before == "privateuseone False"
+    assert "before the first backward of the process" in after
 
 
 def test_enabling_again_changes_only_the_capacity():
     x = torch.ones(4, device="sim")
-    sizes = {"1MiB": 2**20, "8GiB": 8 * 2**30, "500MB": 500 * 10**6, "1.5 kib": 1536, "77": 77, 1: 1, 1000: 1000}
+    sizes = {"1MiB": 2**20, "500MB": 500 * 10**6, "1.5 kib": 1536, "77": 77, 1000: 1000}
     for size, nbytes in sizes.items():
         assert enable_simulated_accelerator(size) == SIM
         assert torch.sim.mem_get_info() == (nbytes - torch.sim.memory_allocated(), nbytes)
     assert x.tolist() == [1.0] * 4
-    for wrong in (0, -1, "0GiB", "8 gibs", "GiB", "", True, 1.5, "-3MB"):
-        with pytest.raises(ValueError, match="capacity must be a positive number of bytes") as raised:
+    for wrong in (0, "0GiB", "8 gibs", "", True, 1.5):
+        with pytest.raises(ValueError, match="capacity must be a positive number of bytes"):
             enable_simulated_accelerator(wrong)
-        assert repr(wrong) in str(raised.value)
 
 
 def test_it_is_the_accelerator_and_there_is_one():
     assert torch.accelerator.current_accelerator().type == "sim"
     assert torch.accelerator.device_count() == torch.sim.device_count() == 1
-    torch.accelerator.synchronize()
-    torch.sim.set_device("sim:0")
     assert torch.sim.current_device() == torch.accelerator.current_device_index() == 0
     x = torch.ones(100, device="sim")
     assert torch.accelerator.memory_allocated() == torch.sim.memory_allocated() >= x.nbytes
@@ -141,13 +111,6 @@ def test_live_and_peak_bytes():
     assert views[1].sum().item() == 700
     views.clear()
     assert live() == 0
-    layer = nn.Linear(64, 64).to("sim")
-    loss = layer(torch.ones(8, 64, device="sim")).tanh().sum()
-    weights = sum(p.nbytes for p in layer.parameters())
-    assert live() > weights
-    loss.backward()
-    del loss
-    assert live() == 2 * weights, "bytes of a graph come back with it"
 
 
 def test_past_the_capacity():
@@ -165,41 +128,14 @@ def test_past_the_capacity():
     assert torch.sim.memory_allocated() == live + fits.nbytes
 
 
-def test_out_of_memory_in_backward_arrives_and_leaves_the_account_right():
-    x = torch.ones(1000, device="sim", requires_grad=True)
-    loss = (x * 2).tanh().sum()
-    live = torch.sim.memory_allocated()
-    enable_simulated_accelerator(live + 100)
-    with pytest.raises(torch.OutOfMemoryError):
-        loss.backward()
-    del loss
-    assert x.grad is None
-    enable_simulated_accelerator(None)
-    assert settled_memory() < live  # the device's thread lets go of a graph that failed a moment later
-
-
-# Devices
-
-
-def test_what_crosses_devices():
-    x = torch.arange(6.0).view(2, 3)
-    there = x.to("sim")
-    assert there.device == SIM and there.is_sim and not there.is_cpu
-    assert there.to("sim") is there and there.to("sim:0") is there
-    copied = torch.zeros(2, 3).copy_(there)
-    for back in (there.cpu(), there.to("cpu"), copied, there.double().to("cpu", torch.float)):
-        assert back.device.type == "cpu" and torch.equal(back, x)
-    there.add_(1)
-    assert torch.equal(x, torch.arange(6.0).view(2, 3)), "the device must not share memory with the host"
-    assert (there + torch.tensor(1.0)).device == SIM
-    assert there[torch.tensor([1])].device == SIM, "CUDA takes indices from the host as well"
-
-
 # Copies
 
 
 def test_copies_and_files():
-    x = torch.arange(4.0, device="sim")
+    host = torch.arange(4.0)
+    x = host.to("sim")
+    host.fill_(9)
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0], "the device must not share memory with the host"
     assert copy.deepcopy(nn.Linear(2, 2).to("sim")).weight.device == SIM
     unpickled = pickle.loads(pickle.dumps(x))  # noqa: S301  # pickled on the same line
     for clone in (copy.deepcopy(x), unpickled, copy.copy(x).clone()):
@@ -214,57 +150,11 @@ def test_copies_and_files():
         assert loaded.device.type == (back or "sim") and loaded.tolist() == x.tolist()
 
 
-def test_pinning_is_a_copy_that_says_so():
-    for workers in (0, 1):
-        loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2, pin_memory=True, num_workers=workers)
-        batches = list(loader)
-        assert all(batch.is_pinned() for batch in batches) and torch.cat(batches).tolist() == [0.0, 1.0, 2.0, 3.0]
-    x = torch.ones(2)
-    assert not x.is_pinned() and x.pin_memory().is_pinned() and x.pin_memory()[1:].is_pinned()
-
-
 # Backwards
-
-
-class NestedDouble(torch.autograd.Function):
-    """Doubles, by a backward inside its backward; notes its thread."""
-
-    thread: int | None = None
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        NestedDouble.thread = threading.get_ident()
-        assert grad.device == SIM
-        with torch.enable_grad():
-            leaf = ctx.saved_tensors[0].detach().requires_grad_()
-            (leaf * 2).backward(grad)
-        return leaf.grad
-
-
-def test_backward_has_its_own_thread_and_nests():
-    x = torch.ones(3, device="sim", requires_grad=True)
-    NestedDouble.apply(NestedDouble.apply(x)).sum().backward()
-    assert x.grad.tolist() == [4.0] * 3
-    assert NestedDouble.thread not in (None, threading.get_ident())
 
 
 def raises(*args: object) -> torch.Tensor:
     raise KeyError("from the backward") from ValueError("its cause")
-
-
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return raises()
 
 
 def raises_in_a_backward(grad: torch.Tensor) -> None:
@@ -280,31 +170,27 @@ def raises_when_wanted(x: torch.Tensor) -> torch.Tensor:
 
 
 RUINED: dict[str, Callable[[torch.Tensor], object]] = {
-    "tensor hook": lambda x: x.register_hook(raises),
     "nested": lambda x: x.register_hook(raises_in_a_backward),
     "before a node": lambda x: x.grad_fn.register_prehook(raises),
-    "after a node": lambda x: x.grad_fn.register_hook(raises),
-    "function": Raises.apply,
     "saved tensor": raises_when_wanted,
 }
 
 
-@pytest.mark.parametrize("ruined", RUINED)
-def test_an_exception_in_a_backward_reaches_the_caller(ruined):
+@pytest.mark.parametrize("whole", [True, False], ids=["backward", "grad"])
+def test_an_exception_in_a_backward_reaches_the_caller(whole):
     before = settled_memory()
-    for whole in (True, False):
+    for name, ruin in RUINED.items():
         x = torch.ones(3, device="sim", requires_grad=True)
         y = x * 2
-        z = RUINED[ruined](y)
+        z = ruin(y)
         loss = (z if isinstance(z, torch.Tensor) else y).sum()
         with pytest.raises(KeyError, match="from the backward") as raised:
             loss.backward() if whole else torch.autograd.grad(loss, x)
-        assert isinstance(raised.value.__cause__, ValueError)
+        assert isinstance(raised.value.__cause__, ValueError), name
         assert raised.traceback[-1].name == "raises"
         (x * 2).sum().backward()
         assert x.grad.tolist() == [2.0] * 3
-        del y, z, loss, raised
-    del x
+        del x, y, z, loss, raised
     assert settled_memory() == before
 
 
@@ -324,7 +210,7 @@ def test_an_exception_of_one_thread_is_not_anothers():
         except KeyError as error:
             found[number] = error.args[0]
 
-    for _ in range(20):
+    for _ in range(5):
         threads = [threading.Thread(target=fail, args=(number,)) for number in (1, 2)]
         for thread in threads:
             thread.start()
@@ -394,60 +280,17 @@ def test_autocast_keeps_cast_weights_until_it_ends(cached):
 # The Hugging Face libraries
 
 
-def right(given: Any) -> dict[str, int]:
-    return {"right": int((given.predictions.argmax(-1) == given.label_ids).sum())}
-
-
 def test_trainer_trains_evaluates_and_resumes_as_on_the_host(tmp_path):
-    options: dict[str, Any] = {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "dataloader_pin_memory": True,
-        "compute_metrics": right,
-    }
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "dataloader_pin_memory": True}
     made = []
     for kind, more in (("sim", {}), ("cpu", {"use_cpu": True})):
         trained = plain_trainer(tmp_path / kind, model=tiny_bert(0.0, 2), **options, **more)
         trained.train()
-        assert trained.args.device.type == kind
         assert {p.device.type for p in trained.model.parameters()} == {kind}
         made.append(trained)
     on_sim, host = made
-    got, want = on_sim.evaluate(), host.evaluate()
-    assert (got["eval_loss"], got["eval_right"]) == (want["eval_loss"], want["eval_right"])
-    assert (on_sim.predict(rows(5)).predictions == host.predict(rows(5)).predictions).all()
+    assert on_sim.evaluate()["eval_loss"] == host.evaluate()["eval_loss"]
     again = plain_trainer(tmp_path / "sim", model=tiny_bert(0.0, 2), **options)
     again.train(resume_from_checkpoint=str(tmp_path / "sim" / "checkpoint-2"))
     for name, value in again.model.state_dict().items():
         assert torch.equal(value.cpu(), host.model.state_dict()[name]), name
-
-
-# Speed
-
-
-def test_a_bert_layer_costs_some_calls_of_python_whatever_else_is_there():
-    """Which take tens of milliseconds on a machine that does nothing else."""
-    config = hf.BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=256)
-    layer = hf.BertModel(config).encoder.layer[0].to("sim")
-    x = torch.randn(4, 32, 64, device="sim", requires_grad=True)
-    calls = 0
-
-    def count(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    def step() -> int:
-        nonlocal calls
-        calls = 0
-        sys.setprofile(count)
-        try:
-            layer(x)
-        finally:
-            sys.setprofile(None)
-        return calls
-
-    step()  # the first one learns
-    alone = step()
-    others = [torch.zeros(1, device="sim") for _ in range(1000)]
-    assert step() == alone < 3000
-    del others

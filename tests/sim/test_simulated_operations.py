@@ -27,10 +27,8 @@ def results_on(device: str) -> dict[str, object]:
     x = torch.randn(4, 5, device=d)
     i = torch.tensor([[0, 1], [2, 3]], device=d)
     return {
-        "zeros": (torch.zeros(2, device=d), torch.ones(2, device=d), torch.full((2,), 3, device=d)),
         "arange": (torch.arange(5, device=d), torch.linspace(0, 1, 5, device=d), torch.eye(3, device=d)),
         "like": (torch.empty_like(x).fill_(1), torch.zeros_like(x), x.new_ones(2), x.new_tensor([1, 2])),
-        "tri": (x.tril(), x.triu(1), torch.tril_indices(3, 3, device=d)),
         "random": (torch.rand(3, device=d), torch.randint(9, (4,), device=d), torch.randperm(6, device=d)),
         "random like": (torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 9)),
         "multinomial": torch.multinomial(torch.ones(5, device=d), 3),
@@ -39,12 +37,9 @@ def results_on(device: str) -> dict[str, object]:
         "dropout": (functional.dropout(x, 0.5), functional.alpha_dropout(x, 0.5), functional.dropout(x, 1.0)),
         "index": (x[[0, 1]], x[x > 0], x[i[0], i[1]], x[:, 1:3], x[..., None], x[-1, 2]),
         "where": (torch.where(x > 0, x, 0.0), torch.where(x > 0), x.nonzero(), x.masked_fill(x > 0, -1)),
-        "one_hot": (functional.one_hot(i), x.gather(1, i)),
         "scatter": torch.zeros(4, 5, device=d).scatter_(1, i.repeat(2, 1), 1.0),
         "sort": (x.sort(), x.topk(2), x.cumsum(1), x.argmax(-1), x.unique()),
         "scalars": (x.sum().item(), x.tolist(), bool((x == x).all()), torch.equal(x, x), torch.allclose(x, x + 1)),
-        "joined": (torch.stack([x, x]), torch.cat([x, x], 1), x.split(2), x.unbind(1)),
-        "einsum": torch.einsum("ij,kj->ik", x, x),
         "out": (torch.add(x, x, out=torch.empty(0, device=d)), torch.max(x, 1), x.std(), torch.var_mean(x)),
         "dtypes": (x.half(), x.to(torch.int64), x.bool(), x.double(), torch.view_as_real(torch.polar(x.exp(), x))),
         "resized": (torch.arange(6, device=d).resize_(4), torch.arange(3, device=d).resize_(6)[:3]),
@@ -57,7 +52,7 @@ def test_operations_give_what_the_host_gives_and_nothing_of_it_is_on_the_host():
     for name, value in expected.items():
         torch.testing.assert_close(on_host(found[name]), value, rtol=0, atol=0, msg=name)
     tensors = [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
-    assert len(tensors) > 50 and {x.device for x in tensors} == {SIM}
+    assert len(tensors) > 40 and {x.device for x in tensors} == {SIM}
 
 
 def with_gradients(device: str, module: Function, x: torch.Tensor, use: Function) -> list[torch.Tensor]:
@@ -82,27 +77,18 @@ def assert_as_on_the_host(
 
 DIFFERENTIABLE: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: functional.embedding(torch.tensor([1, 1, 3], device=x.device), x),
-    lambda x: functional.layer_norm(x, (6,)),
     lambda x: functional.cross_entropy(x, torch.tensor([0, 1, 2, -100], device=x.device)),
     lambda x: functional.conv2d(x.view(1, 1, 4, 6), x.new_ones(2, 1, 2, 2), stride=2),
     lambda x: x.index_add(0, torch.tensor([0, 0], device=x.device), x[:2]),
-    lambda x: x.index_put((torch.tensor([1], device=x.device),), x[0]),
-    lambda x: x.cumsum(0).topk(2).values,
-    lambda x: x[x > 0].square(),
-    lambda x: x.gather(1, torch.zeros(4, 2, dtype=torch.long, device=x.device)),
     lambda x: torch.einsum("ij,kj->ik", x, x).softmax(-1),
-    lambda x: functional.gelu(x).unfold(1, 2, 1).flip(0),
     lambda x: functional.batch_norm(x, None, None, training=True),
     lambda x: functional.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
     lambda x: torch.utils.checkpoint.checkpoint(functional.silu, x, use_reentrant=False),
-    lambda x: torch.vmap(torch.sin)(x),
     lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 3, 2)) * torch.polar(x[:, :3], x[:, 3:])),
-    lambda x: torch.view_as_complex(x.view(4, 3, 2)).conj().imag,
     lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.conj(torch.fft.rfft(x * x, dim=1)), n=6, dim=1),
 ]
 attend = functional.scaled_dot_product_attention
 ATTENTION: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    lambda x: attend(x, x, x),
     lambda x: attend(x, x, x, torch.ones(6, 6, device=x.device).tril().bool()),
     lambda x: attend(x, x, x, torch.zeros(6, 6, device=x.device)),
     lambda x: attend(x, x, x, x[0, 0, :, :6]),  # a mask that is trained
@@ -122,7 +108,7 @@ def test_operations_have_the_hosts_gradients():
 
 
 def test_recurrent_layers_and_their_gradients():
-    x, lengths = torch.randn(3, 6, 4, dtype=torch.float64), torch.tensor([6, 4, 1])
+    x, lengths = torch.randn(3, 3, 4, dtype=torch.float64), torch.tensor([3, 2, 1])
 
     def packed(layer: nn.RNNBase, x: torch.Tensor) -> object:
         outputs, states = layer(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))
@@ -132,11 +118,11 @@ def test_recurrent_layers_and_their_gradients():
         output = cell(x)
         return output[1] if isinstance(output, tuple) else output  # an output is not used
 
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        for options in ({}, {"bias": False}, {"num_layers": 2, "bidirectional": True}):
-            layer = kind(4, 5, batch_first=True, dtype=torch.float64, **options)
-            assert_as_on_the_host(layer, x, 1e-12)
-            assert_as_on_the_host(layer, x, 1e-12, packed)
+    twice: dict[str, Any] = {"bias": False, "num_layers": 2, "bidirectional": True}
+    for kind, options in ((nn.LSTM, twice), (nn.GRU, {}), (nn.RNN, {})):
+        layer = kind(4, 5, batch_first=True, dtype=torch.float64, **options)
+        assert_as_on_the_host(layer, x, 1e-12)
+        assert_as_on_the_host(layer, x, 1e-12, packed)
     for cell in (nn.LSTMCell(4, 5, dtype=torch.float64), nn.GRUCell(4, 5, dtype=torch.float64)):
         assert_as_on_the_host(cell, x[:, 0], 1e-12, last_state)
 
@@ -147,16 +133,10 @@ REFUSED: dict[str, list[Callable[[torch.Tensor, torch.Tensor], object]]] = {
     "sim": [
         lambda x, h: x + h,
         lambda x, h: h @ x,
-        lambda x, h: torch.cat([x, h]),
-        lambda x, h: h.add_(x),
-        lambda x, h: x.mul_(h),
         lambda x, h: functional.embedding(torch.tensor([0]), x),
         lambda x, h: torch.where(x > 0, x, h),
-        lambda x, h: functional.layer_norm(x, (4,), h[0]),
         lambda x, h: h[torch.tensor([0], device="sim")],
         lambda x, h: torch.add(x, x, out=h),
-        lambda x, h: torch._foreach_add_([h], [x]),
-        lambda x, h: h.sum().add_(x.sum()),
         lambda x, h: torch.ones(3, device="sim").set_(h.untyped_storage()),
     ],
     "Use Tensor.cpu": [lambda x, h: x.numpy()],
@@ -180,18 +160,8 @@ def test_what_cuda_refuses_is_refused():
 
 
 PRODUCTS: list[Callable[[torch.Tensor, torch.Tensor], object]] = [
-    lambda x, y: torch.mm(x, y),
-    lambda x, y: x @ y,
-    lambda x, y: x[None].expand(2, 4, 4) @ y,
-    lambda x, y: torch.bmm(x[None], y[None]),
-    lambda x, y: torch.dot(x[0], y[0]),
     lambda x, y: torch.addmm(x[0], y, y),
-    lambda x, y: torch.addmv(x[0], y, y[0]),
-    lambda x, y: torch.baddbmm(x[None], y[None], y[None]),
     lambda x, y: torch.einsum("ij,jk->ik", x, y),
-    lambda x, y: functional.linear(x, y, y[0]),
-    lambda x, y: functional.linear(x[None], y, y[0]),
-    lambda x, y: functional.linear(y, y, x[0]),
     lambda x, y: functional.conv1d(x, y[:, :, None], y[0]),
     lambda x, y: functional.scaled_dot_product_attention(x[None], y[None], y[None]),
     lambda x, y: functional.scaled_dot_product_attention(x[None], x[None], x[None], y),
@@ -218,13 +188,8 @@ def test_device_and_host_have_generators_of_their_own():
     for draw in (
         lambda: functional.dropout(x, 0.5),
         lambda: torch.randn(50, device="sim"),
-        lambda: torch.rand_like(x),
-        lambda: torch.randperm(50, device="sim"),
-        lambda: torch.multinomial(x, 20),
         lambda: x.clone().exponential_(),
-        lambda: torch.poisson(x * 5),
         lambda: functional.rrelu(-x, training=True),
-        lambda: torch.ops.aten.native_dropout(x, 0.5, True)[0],
         lambda: functional.scaled_dot_product_attention(*[x.view(1, 1, 5, 10)] * 3, dropout_p=0.5),
     ):
         torch.sim.set_rng_state(state, "sim")

@@ -18,11 +18,11 @@ import transformers as hf
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
-from hf_l2l.testing import Costs, VirtualClock, engine_on_clock, virtual_clock
+from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
 from runs import attach, train
-from tiers import combinations, more
+from tiers import more
 from timed_machine import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
-from training import l2l_trainer, measured, tiny_bert
+from training import l2l_trainer, measured
 
 Row = list[tuple[str, float, float]]
 SHORT = replace(V100, layers=6, ubatches=4, forward_s=4 * V100.forward_s, optimizer_s=V100.optimizer_s / 4)
@@ -97,15 +97,20 @@ def watched_step(machine: Machine, file: Path, **options: Any) -> tuple[VirtualC
     return clock, averages, watched.rows(begun)
 
 
-def background_step(machine: Machine, file: Path, mode: str) -> tuple[float, Averages, dict[str, Row]]:
-    """A step during which the one before is still updated: the seconds computed in it, what the timeline says of it,
-    and all spans since it began."""
+def background_step(machine: Machine, file: Path, mode: str) -> tuple[Averages, dict[str, Row]]:
+    """A step during which the one before is still updated: what the timeline says of it, and all spans since it began.
+    Nothing is counted twice."""
     watched = Watched(machine, file, eps_update=mode)
     _, begun, averages = watched.timed(2)
-    return watched.computed, averages, watched.rows(begun)
+    rows, waits = watched.rows(begun), averages.upload_s + averages.download_s + averages.eps_s
+    assert watched.computed + waits == pytest.approx(averages.step_s)
+    assert busy([span for span in rows["waits"] if span[1] < averages.step_s - 1e-6]) == pytest.approx(waits)
+    for name, spans in rows.items():
+        assert all(one[2] <= other[1] + 1e-6 for one, other in itertools.pairwise(spans)), name
+    return averages, rows
 
 
-@pytest.mark.parametrize("machine", [SHORT, LINK_BOUND], ids=["V100", "link-bound"])
+@pytest.mark.parametrize("machine", [SHORT, *more(LINK_BOUND)], ids="{0.layers} layers".format)
 def test_the_trace_shows_what_the_clock_shows(machine, tmp_path):
     clock, averages, rows = watched_step(machine, tmp_path / "trace.json", eps_update="serial")
     n = machine.layers
@@ -146,13 +151,14 @@ def test_copies_of_the_stash_name_their_layers(tmp_path):
     assert uploads.keys() <= {f"{what} of {layer}" for what in ("input", "output gradient") for layer in layers}
     assert {uploads[f"output gradient of {layer}"] for layer in layers[:-1]} == {SHORT.ubatches}
     assert {uploads[f"input of {layer}"] for layer in layers[1:]} == {2 * SHORT.ubatches}  # forward and recompute
-    _, _, rows = watched_step(SHORT, tmp_path / "trace.json", stash="host", boundary="device")
-    assert [name for name, *_ in rows["stash download"]] == [f"input of {layer}" for layer in layers]
 
 
 @pytest.mark.parametrize(
     ("machine", "options"),
-    combinations((SHORT, LINK_BOUND), ({}, {"stash": "host"}, {"prefetch": False}, {"gradient_slots": 1}), together=1),
+    [
+        *((SHORT, {"stash": "host"}), (LINK_BOUND, {"gradient_slots": 1})),
+        *more((SHORT, {"prefetch": False}), (LINK_BOUND, {})),
+    ],
 )
 def test_a_step_is_what_is_computed_and_what_is_waited_for_and_looking_takes_no_time(machine, options, tmp_path):
     """Events alone are recorded; nothing waits in order to be measured."""
@@ -191,10 +197,10 @@ def slow_update(transfer_s: float) -> Machine:
     return Machine(layers=8, ubatches=2, forward_s=FORWARD_S / 2, transfer_s=transfer_s, optimizer_s=8 * UPDATE_S)
 
 
-@pytest.mark.parametrize("transfer_s", [1.0, 7.0, *more(4.0)], ids="a layer travels for {} s".format)
+@pytest.mark.parametrize("transfer_s", [7.0, *more(1.0)], ids="a layer travels for {} s".format)
 def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path):
     """A layer begins when it has been updated and has travelled. What the updates add to that is the EPS's."""
-    _, averages, rows = background_step(slow_update(transfer_s), tmp_path / "t.json", "deferred")
+    averages, rows = background_step(slow_update(transfer_s), tmp_path / "t.json", "deferred")
     starts = [start for name, start, _ in rows["compute"] if name.startswith("forward")]
     assert starts == pytest.approx([UPDATE_S * (layer + 1) + transfer_s for layer in range(8)])
     slower = max(FORWARD_S, transfer_s)
@@ -214,7 +220,7 @@ def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path
 
 def test_an_eager_update_is_under_the_backward(tmp_path):
     """Only what it takes longer than the backward does is waited for: at the first layer, which is updated last."""
-    computed, averages, rows = background_step(slow_update(1.0), tmp_path / "t.json", "eager")
+    averages, rows = background_step(slow_update(1.0), tmp_path / "t.json", "eager")
     updates = [span for span in rows["host update"] if span[1] > 0][-8:]
     assert [name for name, *_ in updates] == [f"the update of blocks.{layer}" for layer in reversed(range(8))]
     _, after_the_first, _ = next(span for span in rows["download"] if span[0] == "blocks.7")
@@ -222,56 +228,6 @@ def test_an_eager_update_is_under_the_backward(tmp_path):
     assert rows["waits"][0][:2] == ("the update of blocks.0", pytest.approx(0.0))
     assert averages.eps_s == pytest.approx(8 * UPDATE_S - 7 * 3 * FORWARD_S)
     assert averages.bound == "host update"
-
-
-@pytest.mark.parametrize(
-    ("mode", "machine"),
-    [("deferred", slow_update(7.0)), ("eager", LINK_BOUND)]
-    + list(more(*itertools.product(("deferred", "eager"), (SHORT, slow_update(1.0))))),
-    ids=lambda each: each if isinstance(each, str) else f"{each.layers} layers",
-)
-def test_nothing_is_counted_twice_beside_updates(machine, mode, tmp_path):
-    computed, averages, rows = background_step(machine, tmp_path / "t.json", mode)
-    waits = averages.upload_s + averages.download_s + averages.eps_s
-    assert computed + waits == pytest.approx(averages.step_s)
-    in_step = [span for span in rows["waits"] if span[1] < averages.step_s - 1e-6]
-    assert busy(in_step) == pytest.approx(waits)
-    for name, spans in rows.items():
-        assert all(one[2] <= other[1] + 1e-6 for one, other in itertools.pairwise(spans)), name
-
-
-def test_inputs_that_travel_are_waited_for_beside_the_update_of_the_shell():
-    """Before anything computes, non-layer modules are updated and uploaded, and so are the inputs."""
-    model = tiny_bert(layers=2)
-    eps = attach_l2l(model, L2LConfig(device="sim", eps_update="deferred"))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    batch = {"input_ids": torch.randint(5, 30, (64, 16)), "labels": torch.zeros(64).long()}
-    inputs_s = sum(t.nbytes for t in batch.values()) / 1e3
-    model(**batch).loss.backward()
-    optimizer.step()
-    eps.synchronize()
-    costs = Costs(link_bytes_per_s=1e3, flop_per_s=1e7, host_bytes_per_s=2e3)
-    with virtual_clock(costs) as clock, engine_on_clock(clock, eps):
-        eps.timeline.watch()
-        for _ in range(2):
-            begun = clock.now
-            model(**batch).loss.backward()
-            optimizer.step()
-            averages = eps.timeline.averages()
-        computed = clock.busy("compute", begun, clock.now)
-        eps.synchronize()
-    eps.timeline.close()
-    assert averages is not None and averages.eps_s > 1.0
-    waits = averages.upload_s + averages.download_s + averages.eps_s
-    assert computed + waits == pytest.approx(averages.step_s, abs=0.1 * inputs_s)
-
-
-@pytest.mark.parametrize("mode", ["deferred", *more("eager")])
-def test_the_example_waits_for_the_first_layer_alone(mode, tmp_path):
-    """The papers' trailing update: nothing is left that it could be under."""
-    _, averages, _ = background_step(SHORT, tmp_path / "t.json", mode)
-    assert averages.eps_s == pytest.approx(V100.optimizer_s / V100.layers)
-    assert averages.bound == "compute"
 
 
 def test_nothing_is_recorded_without_a_request(monkeypatch):
@@ -306,10 +262,10 @@ def test_what_waits_for_the_device_keeps_nothing_of_earlier_steps(tmp_path):
             model(**batch)
     assert eps.timeline.pending < 60
     lengths = []
-    for _ in range(3):
-        train(steps=2)
+    for _ in range(2):
+        train(steps=1)
         lengths.append(eps.timeline.pending)
-    assert eps.timeline.is_watched and lengths[0] == lengths[1] == lengths[2]
+    assert eps.timeline.is_watched and lengths[0] == lengths[1]
 
 
 def test_an_evaluation_that_runs_ahead_of_the_device_keeps_no_more_with_every_forward(monkeypatch):

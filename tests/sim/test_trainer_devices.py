@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +14,10 @@ from torch import nn
 from budgeted import FIGURES, plan_of
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import enable_simulated_accelerator
+from models import gpt2
 from plain import small_bert
 from runs import UNCHECKED, assert_same_run, assert_same_tensors
-from tiers import more, nightly
+from tiers import more
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 
@@ -38,22 +38,19 @@ def run(folder, **options: Any) -> hf.Trainer:
 
 @pytest.mark.filterwarnings("ignore:batch . x accumulation 2")
 @pytest.mark.parametrize("merges", ["auto", *more("off")])
-def test_two_devices_run_as_one_with_twice_the_rows(tmp_path, merges):
-    """Dropout, evaluation, accumulation."""
-    common = {"ubatch_size": 4, "gradient_accumulation_steps": 2, "l2l_merge_accumulation": merges}
+def test_two_devices_run_as_one_with_twice_the_rows_and_one_goes_on(tmp_path, merges):
+    """Dropout, evaluation, accumulation; a checkpoint of two devices is resumed on one."""
+    common = {
+        **{"ubatch_size": 4, "gradient_accumulation_steps": 2, "l2l_merge_accumulation": merges},
+        **{"save_strategy": "steps", "save_steps": 1},
+    }
     both = run(tmp_path / "both", per_device_train_batch_size=4, per_device_eval_batch_size=4, **common)
     one = run(tmp_path / "one", l2l_devices="1", **common)
     is_already = L2LConfig(device=["sim:0", "sim:1"], ubatch_size=4, **UNCHECKED)
     attach_l2l(both.model, is_already)
     assert both.args.n_gpu == 2 and both.args.train_batch_size == 8 == one.args.train_batch_size
     assert_same_run(both, one)
-
-
-@nightly
-def test_a_checkpoint_of_two_devices_is_resumed_on_one(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    both = run(tmp_path / "both", per_device_train_batch_size=4, ubatch_size=2, **saving)
-    resumed = l2l_trainer(tmp_path / "one", model=tiny_bert(layers=2), max_steps=2, l2l_devices=1, ubatch_size=2)
+    resumed = l2l_trainer(tmp_path / "again", model=tiny_bert(layers=2), max_steps=2, l2l_devices=1, **common)
     resumed.train(resume_from_checkpoint=str(tmp_path / "both" / "checkpoint-1"))
     assert_same_tensors(resumed.model.state_dict(), both.model.state_dict())
 
@@ -108,40 +105,30 @@ def test_without_a_size_there_are_two_micro_batches_per_device(tmp_path, caplog)
         assert part in caplog.text
 
 
-@nightly
 def test_the_search_for_overflows_is_no_matter_of_several_devices(tmp_path, capsys):
     """transformers refuses it for the replicas of `DataParallel`. It looks into each layer on its device."""
-
-    def trainer(**more: Any) -> hf.Trainer:
-        options = {"debug": "underflow_overflow", "per_device_train_batch_size": 4, "max_steps": 1, "ubatch_size": 4}
-        made = l2l_trainer(tmp_path, **{"model": tiny_bert(layers=2), **options, **more})
-        made.train_dataset = [{k: v for k, v in row.items() if k != "attention_mask"} for row in made.train_dataset]
-        return made  # it cannot look into the boolean masks that layers get otherwise
-
-    made = trainer(save_strategy="steps", save_steps=1)
+    options = {"debug": "underflow_overflow", "per_device_train_batch_size": 4, "max_steps": 1, "ubatch_size": 4}
+    made = l2l_trainer(tmp_path, model=small_bert(), **options)
+    # It cannot look into the boolean masks that layers get otherwise.
+    made.train_dataset = [{k: v for k, v in row.items() if k != "attention_mask"} for row in made.train_dataset]
     made.train()
-    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
-    assert made.args.n_gpu == 2 and state["train_batch_size"] == 8
+    assert made.args.n_gpu == 2 and made.state.train_batch_size == 8
     with pytest.raises(ValueError, match="nowhere"):
         made.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
     assert made.args.n_gpu == 2
-    broken = small_bert()
     with torch.no_grad():
-        broken.bert.encoder.layer[1].output.dense.weight.fill_(torch.inf)
+        made.model.bert.encoder.layer[1].output.dense.weight.fill_(torch.inf)
     with pytest.raises(ValueError, match="inf/nan"):
-        trainer(model=broken).train()
+        made.train()
     assert "bert.encoder.layer.1.output" in capsys.readouterr().out
 
 
 def test_a_loss_of_items_is_that_of_the_whole_batch(tmp_path):
     """transformers divides the items of a batch by the devices, or multiplies the loss, for `DataParallel`."""
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32, "vocab_size": 60}
-    config = hf.GPT2Config(**sizes, **drops, bos_token_id=1, eos_token_id=1)
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return hf.GPT2LMHeadModel(config)
+        return gpt2()
 
     def made(folder, make, **options):
         trainer = make(folder, model=model(), max_steps=2, **options)
