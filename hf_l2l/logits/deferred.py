@@ -115,7 +115,7 @@ class Deferred:
                 torch.set_grad_enabled(self._has_graph),
                 self._autocast.entered(),
                 # Activation checkpointing, if the program is inside of it now, must not count what this graph saves.
-                torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
+                torch.autograd.graph.saved_tensors_hooks(_values_of, _values_of),
             ):
                 self._values = self._make()
             self._version = self._values._version if self.parent is None else self.parent._version
@@ -240,8 +240,10 @@ def _with_values(leaf: Any, func: Any, *, graph: bool = True) -> Any:
     return values if graph else values.detach()
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _values_of(saved: torch.Tensor) -> torch.Tensor:
+    """What the graph keeps of a tensor: without its own graph, in which a result that its function saves, as tanh
+    does, would keep itself. Autograd connects it again."""
+    return saved.detach()
 
 
 @lru_cache(maxsize=256)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -100,6 +102,16 @@ def test_a_loss_in_chunks(name, caplog):
     assert relative_error(grads, expected) < TOLERANCE[torch.float32]
     logits = found.logits.cpu()  # afterwards, for whoever asks
     torch.testing.assert_close(logits, plain.logits, rtol=EXACT, atol=EXACT)
+
+
+def test_logits_that_were_read_are_free_with_the_last_reference():
+    model = on_device(MODELS["gemma2"]())  # whose tanh saves its result
+    found = model(**batch_for(model, rows=ROWS))
+    values = weakref.ref(found.logits.deferred.values())
+    assert values() is not None
+    del found
+    gc.collect()
+    assert values() is None
 
 
 def test_logits_of_the_program_are_part_of_the_graph():
