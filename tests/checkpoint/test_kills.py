@@ -27,7 +27,7 @@ from hf_l2l.checkpoint.finding import check_whole, checkpoints_in, newest_of
 from hf_l2l.checkpoint.staging import CheckpointSaveError
 from rank_pool import forked_context
 from saving import steps_in
-from tiers import more
+from tiers import more, nightly
 from training import left_in
 
 pytestmark = pytest.mark.usefixtures("imported")
@@ -215,6 +215,7 @@ def last_save(calls: list[str]) -> list[int]:
     return [at for at in of_save if not (calls[at - 1].startswith("mkdir") and calls[at - 1] in calls[: at - 1])]
 
 
+@nightly
 @pytest.mark.parametrize(("background", "cut"), [(False, None), (True, 3000), *more((False, 0), (True, None))])
 def test_a_disk_that_fails_is_told_and_survived(before, whole, calls_of_background, tmp_path, background, cut):
     """The checkpoint of the other training that was to be replaced is as it was. Where files cannot grow, it is the

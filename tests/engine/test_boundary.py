@@ -17,7 +17,7 @@ from hf_l2l.logits import chunks
 from memory_switches import forced_copies, poisoned_releases
 from models import attached, gradients, llama, relative_error
 from runs import assert_close_tensors, train
-from tiers import combinations, more
+from tiers import combinations, cpu_suffices, more
 
 WIDTH, TOKENS = 16, 8
 ON_HOST: dict[str, Any] = {"stash": "host", "boundary": "host", "ubatch_size": 3}
@@ -58,6 +58,7 @@ def test_gradients_have_the_bits_of_a_boundary_on_the_device(options):
         assert torch.equal(found[1][name], gradient), name
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("mode", "options"),
     [("deferred", {"cmp": "bf16", "resident": "shell"}), ("eager", {}), *more(("serial", {"grad_dtype": "16bit"}))],

@@ -228,6 +228,7 @@ def assert_as_plain(model: nn.Module, steps: int = 2) -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=EXACT, atol=EXACT)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("name", BY_UBATCH)
 def test_models_whose_embeddings_run_by_micro_batches(name, kinds):
     assert_as_plain(MODELS[name]().double())
@@ -255,6 +256,7 @@ def test_a_loss_of_ones_own_in_float64(make, ubatch_size, kinds):
     assert kinds.made_real == []
 
 
+@cpu_suffices
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_dropout_has_the_same_mask_in_the_recompute(name, kinds):
     """Within the embeddings, or between them and the layers: the gradient of a table of positions, or of a bias, is
@@ -289,6 +291,7 @@ class Sums(nn.Module):
         return self.model(inputs_embeds=embedded.cumsum(1), labels=labels)
 
 
+@cpu_suffices
 def test_what_is_needed_as_a_whole_stays_on_the_device_and_is_told_once(kinds):
     assert_as_plain(Sums().double(), steps=3)
     assert kinds.made_real == [
@@ -296,6 +299,7 @@ def test_what_is_needed_as_a_whole_stays_on_the_device_and_is_told_once(kinds):
     ]
 
 
+@cpu_suffices
 @pytest.mark.parametrize("name", ["gpt2, which adds positions", "t5, a table of two stacks"])
 def test_generation_between_steps_is_that_of_the_plain_model(name):
     model = MODELS[name]().double()
@@ -463,6 +467,7 @@ def test_hidden_states_in_fp32_are_no_use_by_the_model():
         assert isinstance(states[0], HostRows)
 
 
+@cpu_suffices
 def test_hooks_inside_a_module_are_called_once_with_all_rows():
     model, shapes = attached(bert().double(), **ON_HOST), []
     model.bert.pooler.dense.register_forward_hook(lambda m, args, output: shapes.append(tuple(output.shape)))

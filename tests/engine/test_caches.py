@@ -35,6 +35,7 @@ class Prefixed(nn.Module):
         return self.model(input_ids=input_ids, labels=labels, past_key_values=cache)
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("make", "ubatch_size"), [(llama, None), (gpt2, 3)])
 def test_a_prefix_trains(make, ubatch_size):
     model = Prefixed(make().double())

@@ -12,6 +12,7 @@ from torch import nn
 
 from devices import DEVICE
 from models import EXACT, SMALL, TOLERANCE, attached, batch_for, bert, gradients, llama, relative_error
+from tiers import cpu_suffices
 
 FLOAT64 = torch.float64
 ROUTED = {
@@ -66,6 +67,7 @@ def test_the_auxiliary_loss_trains_the_router(make, routers, ubatch_size, only):
     assert len(weights) == routers and all(p.grad.abs().max() > 0 for p in weights)
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("make", "ubatch_size"), [(bert, 3), (llama, None)])
 def test_a_model_is_asked_for_attentions_and_hidden_states_and_then_for_none(make, ubatch_size):
     """A loss is made of them. And in evaluation."""

@@ -11,7 +11,7 @@ from torch import nn
 
 import impure_layers
 from impure_layers import Block, assert_trained_alike, attach, batch, trained
-from tiers import cpu_suffices
+from tiers import cpu_suffices, nightly
 
 
 class Left:
@@ -77,6 +77,7 @@ def step_of_a_program(net: nn.Module, kind: type = dict) -> torch.Tensor:
     return (written["features"].square().mean() + layers).to("cpu")
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     "options",
     [
@@ -89,6 +90,7 @@ def test_what_layers_leave_in_containers(options):
     assert_trained_alike(trained(Net(), options), trained(Net()))
 
 
+@nightly
 @cpu_suffices
 def test_the_dict_of_the_program_is_written_into():
     plain, ours = Writing(), Writing()

@@ -155,6 +155,7 @@ def test_running_statistics_move_once_per_forward(copies):
         assert has_bits_of_plain(ours(x), plain(x))
 
 
+@cpu_suffices
 def test_training_after_evaluation_in_inference_mode(copies):
     model = bert().double()
     batch = batch_for(model)

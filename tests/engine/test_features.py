@@ -303,6 +303,7 @@ def test_features_of_an_evaluation(options):
     assert len(arrays["ours"]) == (ROWS if not options else 1)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", [{}, OPTIONS[1]], ids=str)
 def test_hooks_that_are_gone_in_the_backward_have_collected(options):
     gradients = []

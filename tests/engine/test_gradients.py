@@ -15,7 +15,7 @@ from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
 from memory_switches import forced_copies
 from models import Toy, assert_bits_of_plain, assert_same_bits, batch_for, gradients, train_once
 from runs import assert_same_run, assert_same_tensors, attach, config_for, run_of
-from tiers import cpu_suffices, more, on_a_device, on_the_host
+from tiers import cpu_suffices, more, nightly, on_a_device, on_the_host
 
 
 @pytest.fixture(params=["views", "copies"] if DEVICE == "cpu" else ["copies"])
@@ -94,6 +94,7 @@ KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@cpu_suffices
 def test_gradients_that_the_program_keeps_keep_their_values():
     model, plain = pair(Toy(2))
     for name, keep in KEPT.items():
@@ -296,6 +297,7 @@ def test_what_was_clipped_is_added_to():
     assert 0.5 * first < second < 1.5 * first
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("mode", "together"), [("serial", True), ("deferred", False)])
 def test_norms_contain_what_a_loss_makes_of_the_masters_themselves(mode, together):
     """Autograd writes to their gradients without any callback; in the second backward, to sums that are there."""
@@ -318,6 +320,7 @@ def test_norms_contain_what_a_loss_makes_of_the_masters_themselves(mode, togethe
         optimizer.step()
 
 
+@nightly
 @on_a_device
 def test_an_eager_update_leaves_a_gradient_that_autograd_put_there_to_the_step(monkeypatch):
     """It comes while the sum of the layers is on its way."""

@@ -23,7 +23,7 @@ from impure_layers import (
     made,
     trained,
 )
-from tiers import combinations
+from tiers import combinations, cpu_suffices
 
 ALL = (*DRAWING, *CHANGING, *COMPUTING_WEIGHTS)
 
@@ -37,6 +37,7 @@ def test_the_whole_batch_trains_as_plain_torch(options):
     assert_trained_alike(trained(Net(*ALL), options), trained(Net(*ALL)))
 
 
+@cpu_suffices
 def test_layers_that_change_with_each_call_run_whole():
     with pytest.warns(UserWarning) as warned:
         found = trained(Net(*CHANGING), {"ubatch_size": 2})
@@ -64,6 +65,7 @@ def changes_attributes(net: Any) -> None:
         layer.name = "new"
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("options", "between"),
     combinations(

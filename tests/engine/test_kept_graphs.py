@@ -23,7 +23,7 @@ from models import (
     train_once,
 )
 from runs import assert_same_run, assert_same_tensors, attach, on_host, run_of, seed_all
-from tiers import more, on_a_device
+from tiers import cpu_suffices, more, nightly, on_a_device
 from training import settled_memory, tiny_bert
 
 PLAIN: dict[str, Any] = {"resident": "all", "kept_graphs": 3, "ubatch_size": None}
@@ -90,6 +90,7 @@ def in_a_loop(*, plain: bool, steps: int = 2, accumulation: int = 1, **options: 
     return run
 
 
+@nightly
 @on_a_device
 @pytest.mark.parametrize("family", ["deberta_v2", "t5", *more(*FAMILIES)])
 def test_every_family_has_the_gradients_of_plain_torch_on_the_device(family):
@@ -138,6 +139,7 @@ def operations(*, plain: bool) -> int:
     return sum(counted.found.values())
 
 
+@nightly
 @on_a_device
 def test_a_step_has_the_operations_of_plain_torch():
     """And a few more: inputs that go to the device, and the vote on the norm. Batches of several micro-batches, which
@@ -146,6 +148,7 @@ def test_a_step_has_the_operations_of_plain_torch():
     assert expected <= operations(plain=False) <= 1.05 * expected
 
 
+@cpu_suffices
 def test_batches_of_one_and_of_several_micro_batches_take_turns_and_add_to_one_gradient():
     """As where no graphs are kept."""
     found = []

@@ -126,6 +126,7 @@ class ForOneCall(nn.Module):
         return loss
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
 def test_hooks_for_one_call_that_know_the_batch(options):
     """Also where the call is begun once more, to find out how to split it, and ends with an exception."""

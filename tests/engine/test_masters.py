@@ -155,6 +155,7 @@ def test_an_optimizer_may_copy_its_parameters():
     eps.synchronize()
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", [{"cmp": "bf16"}, {"cmp": "fp16", "loss_scale_init": 8.0}], ids=str)
 def test_two_forwards_in_the_first_step_have_the_gradients_of_both(options):
     first, eps, batch = under(ubatch_size=4, **options)

@@ -24,7 +24,7 @@ from models import (
     relative_error,
     train_once,
 )
-from tiers import cpu_suffices, more
+from tiers import cpu_suffices, more, nightly
 
 
 @cpu_suffices
@@ -67,6 +67,7 @@ def rows_seen(model: nn.Module) -> list[int]:
     return seen
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("family", "options", "merged", "sizes"),
     [
@@ -91,6 +92,7 @@ def test_gradients_are_those_of_the_whole_batch(family, options, merged, sizes):
     assert sizes is None or seen == 2 * sizes
 
 
+@nightly
 @cpu_suffices
 def test_it_has_the_bits_of_ubatches_of_that_size():
     runs = []

@@ -19,7 +19,7 @@ from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.model.precision import let_heads_return_fp32
 from models import FAMILIES, batch_for
 from runs import assert_same_tensors
-from tiers import cpu_suffices, more, times
+from tiers import cpu_suffices, more, nightly, times
 
 CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in ("serial", "deferred", "eager")]
 CASES.remove(("fp16", "eager"))
@@ -160,6 +160,7 @@ def test_losses_and_masters_are_those_of_plain_torch(cmp, mode, rows, options):
     assert_same_tensors(dict(model.named_parameters()), dict(masters.named_parameters()))
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("family", "cmp"),
     [("bert", "bf16"), ("t5", "fp16"), *more(*((family, cmp) for family in FAMILIES for cmp in DTYPES))],
@@ -271,6 +272,7 @@ def test_one_overflow_anywhere_vetoes_the_step(layer, ubatch, mode):
     assert not torch.equal(model.embed.weight, before[0]["embed.weight"])
 
 
+@nightly
 @cpu_suffices
 def test_any_loop_with_accelerate_skips_and_its_scheduler_waits():
     accelerator = Accelerator(cpu=DEVICE == "cpu")

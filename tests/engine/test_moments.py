@@ -91,6 +91,7 @@ def by_hand(name: str, steps: int = 3) -> Run:
     return run_of(model, optimizer, [])
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("mode", "name"), combinations(MODES, OPTIMIZERS, together=1))
 def test_bits_are_those_of_a_whole_step_in_fp32_that_is_rounded(mode, name):
     found, expected = trained(mode, name), by_hand(name)
@@ -100,6 +101,7 @@ def test_bits_are_those_of_a_whole_step_in_fp32_that_is_rounded(mode, name):
     assert {t.dtype for t in kept} == {torch.bfloat16}
 
 
+@cpu_suffices
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
 def test_a_checkpoint_goes_on_bit_for_bit(mode):
     whole, half = trained(mode), trained(mode, steps=2)
@@ -143,6 +145,7 @@ def test_a_hook_that_comes_later_sees_fp32_gradients_and_the_bits_are_the_same()
     assert_same_run(run_of(model, optimizer, []), expected)
 
 
+@cpu_suffices
 def test_16_bit_gradients_have_the_same_bits_in_all_modes():
     runs = []
     for mode in MODES:

@@ -16,7 +16,7 @@ from hf_l2l import EagerParamServer, NonFiniteError, attach_l2l
 from hf_l2l.compat import without_interception
 from models import Toy, batch_for, train_once
 from runs import assert_same_tensors, attach, config_for
-from tiers import combinations, cpu_suffices
+from tiers import combinations, cpu_suffices, nightly
 from training import l2l_trainer, tiny_bert
 
 INF, NAN = float("inf"), float("nan")
@@ -47,6 +47,7 @@ def stepping(mode: str = "deferred", **options: Any) -> tuple[nn.Module, EagerPa
 # ---- named
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("index", "mode", "cmp"), combinations(range(3), ("serial", "deferred"), (None, "bf16"), together=1)
 )
@@ -74,6 +75,7 @@ def overflow_in_the_backward(model: nn.Module) -> None:
     model.blocks[1].down.register_forward_hook(overflowing)
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("change", "where"),
     [
@@ -145,6 +147,7 @@ def test_nothing_of_a_batch_is_held_after_the_step(mode):
 # ---- skipped
 
 
+@cpu_suffices
 def test_steps_are_skipped_and_counted():
     model, eps, optimizer, step = stepping(nonfinite="skip")
     step()
@@ -261,6 +264,7 @@ def test_the_trainer_stops_with_step_and_layer(tmp_path):
         l2l_trainer(tmp_path, model=broken_at(3)).train()
 
 
+@cpu_suffices
 def test_the_trainer_skips_and_the_scheduler_waits(tmp_path):
     trainer = l2l_trainer(tmp_path, model=broken_at(2), l2l_nonfinite="skip")
     trainer.train()
@@ -272,6 +276,7 @@ def test_the_trainer_skips_and_the_scheduler_waits(tmp_path):
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
+@nightly
 @cpu_suffices
 def test_a_loss_that_is_no_number_counts_although_its_gradients_are(tmp_path):
     """A second trainer of the model goes on after it."""

@@ -99,11 +99,13 @@ TRAIN: dict[str, Callable[[str], bool]] = {
 """Which parameters do, by their names."""
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("family", "trains"), combinations(["bert", "t5", *more(*FAMILIES)], TRAIN, together=1))
 def test_frozen_parts(family, trains):
     check_family(family, 3, {"stash": "host"}, trains=TRAIN[trains])
 
 
+@cpu_suffices
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_batches_that_are_discarded_joined_or_accumulated(stash):
     """A forward without a backward and a backward without a step leave nothing; a loss of two forwards, as contrastive
@@ -152,6 +154,7 @@ def test_one_ubatch_gives_the_same_bits(family):
 # ---- what travels ahead of the computation
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("stash", "mode", "options"),
     combinations(

@@ -26,7 +26,7 @@ from runs import (
     train,
 )
 from scenarios import SCENARIOS, Case
-from tiers import combinations, more, times
+from tiers import combinations, cpu_suffices, more, times
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -115,6 +115,7 @@ PROGRAMS = st.fixed_dictionaries(
 )
 
 
+@cpu_suffices
 @settings(
     deadline=None,
     derandomize=True,
@@ -167,6 +168,7 @@ def test_parameters_stay_the_same_objects_and_go_back(placement):
     optimizer.step()
 
 
+@cpu_suffices
 def test_every_update_is_seen_by_copies_on_the_device():
     """Also one that writes without a change of the version, as a fused optimizer may."""
     found = []
@@ -188,6 +190,7 @@ def test_every_update_is_seen_by_copies_on_the_device():
     assert all(losses == found[0] for losses in found)
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("layers", "places"), [(1, ["first layer"]), (3, ["all, updated on the host", "all"])])
 def test_a_weight_of_layers_and_the_shell_is_renewed_in_each_place(layers, places):
     found = []

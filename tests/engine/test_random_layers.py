@@ -16,6 +16,7 @@ from devices import DEVICE
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, copy_as
 from models import TOLERANCE, Gradients, assert_same_bits, gradients, relative_error
 from runs import on_host
+from tiers import cpu_suffices
 
 WIDTH = 8
 
@@ -101,6 +102,7 @@ def test_the_masks_of_the_recompute_are_those_of_the_forward():
         assert [int(layer.calls) for layer in model.layers] == [seed + 1] * 3
 
 
+@cpu_suffices
 def test_each_ubatch_is_recomputed_with_its_own_mask():
     model, x = Stack().double(), batch(7, torch.float64)
     plain = copy.deepcopy(model)
@@ -189,6 +191,7 @@ class Wide(Stack):
         return hidden.pow(2).mean()
 
 
+@cpu_suffices
 def test_all_kinds_of_outputs_leave_a_layer_that_draws():
     model, plain = Wide(Returning), Wide(Returning).to(DEVICE)
     attached(model)

@@ -16,7 +16,7 @@ from hf_l2l.model.layer_state import LayerState
 from hf_l2l.testing import enable_simulated_accelerator
 from impure_layers import CHANGING, DRAWING, Block, Drops, batch, made, trained
 from models import batch_for, llama, t5
-from tiers import cpu_suffices, on_a_device, on_sim
+from tiers import cpu_suffices, nightly, on_a_device, on_sim
 from training import settled_memory
 
 PATTERN = "the recompute of a layer must give the outputs of its forward"
@@ -89,6 +89,7 @@ def removes_the_hooks(net: Any) -> None:
         layer.a._forward_hooks.clear()
 
 
+@cpu_suffices
 def test_it_finds_whatever_else_is_put_back(monkeypatch):
     """If recomputes find what is there."""
     monkeypatch.setattr(LayerState, "put_back", lambda self, collecting=False: nullcontext())
@@ -99,6 +100,7 @@ def test_it_finds_whatever_else_is_put_back(monkeypatch):
             trained(made(kind), {}, between=between)
 
 
+@cpu_suffices
 def test_it_warns_once_or_is_off():
     with pytest.warns(UserWarning, match=PATTERN) as caught:
         trained(made(ReadsAGlobal), {"check_recompute": "warn"})
@@ -106,6 +108,7 @@ def test_it_warns_once_or_is_off():
     trained(made(ReadsAGlobal), {"check_recompute": "off"})
 
 
+@nightly
 @cpu_suffices
 def test_one_call_in_a_hundred_is_compared_later():
     net = made(ChangesLate)
@@ -128,6 +131,7 @@ def test_a_difference_is_found_on_each_of_several_devices():
         enable_simulated_accelerator()
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("family", "options"), [(llama, {"ubatch_size": 3}), (t5, {"cmp": "bf16", "stash": "host"})])
 def test_real_layers_pass_with_dropout_and_keep_a_few_bytes(family, options, device):
     kept = {}
@@ -166,6 +170,7 @@ def with_scaled_embedding() -> tuple[Any, Scaled]:
 BY_ROWS = {"stash": "host", "boundary": "host", "ubatch_size": 3, "device": DEVICE}
 
 
+@cpu_suffices
 def test_an_embedding_by_rows_is_computed_again_as_in_the_forward():
     gradients = []
     for options in (None, BY_ROWS):
@@ -181,6 +186,7 @@ def test_an_embedding_by_rows_is_computed_again_as_in_the_forward():
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+@nightly
 @on_a_device  # the host keeps the graph of an embedding
 def test_an_embedding_by_rows_that_is_computed_otherwise_is_found_by_the_step():
     model, embedding = with_scaled_embedding()

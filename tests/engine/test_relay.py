@@ -30,11 +30,12 @@ from models import (
     relative_error,
     train_once,
 )
-from tiers import combinations
+from tiers import combinations, cpu_suffices
 
 FLOAT64 = TOLERANCE[torch.float64]
 
 
+@cpu_suffices
 def test_gradients_of_inputs_alone_leave_the_weights_alone():
     model = bert().double()
     ids = batch_for(model)["input_ids"]
@@ -52,6 +53,7 @@ def test_gradients_of_inputs_alone_leave_the_weights_alone():
     assert any(p.grad is not None for p in model.parameters())
 
 
+@cpu_suffices
 def test_a_direct_call_of_a_layer_teaches_nothing_about_the_model(monkeypatch):
     model = bert().double()
     rows_seen = []

@@ -18,7 +18,7 @@ from hf_l2l import L2LConfig, attach_l2l, copy_as, detach_l2l
 from models import Toy, batch_for
 from placements import PLACEMENTS
 from runs import OPTIMIZERS, attach, config_for
-from tiers import on_a_device
+from tiers import cpu_suffices, on_a_device
 from training import tiny_bert
 
 ON_HOST = DEVICE == "cpu"
@@ -33,6 +33,7 @@ def places(model: nn.Module) -> dict[str, str]:
 # ---- what is there
 
 
+@cpu_suffices
 @pytest.mark.parametrize("option", ["grad_dtype", "moment_dtype"])
 def test_only_what_is_on_the_host_is_kept_in_16_bits(option):
     value = {"grad_dtype": "16bit", "moment_dtype": "bf16"}[option]
@@ -136,6 +137,7 @@ def test_resident_layers_compute_while_the_first_streamed_layer_is_updated():
     assert Late.in_time and all(Late.in_time)
 
 
+@cpu_suffices
 def test_a_layer_that_keeps_its_graph_runs_once():
     model, _, optimizer, batch = attach(kept_graphs=1)
     runs: list[nn.Module] = []

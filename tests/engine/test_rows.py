@@ -16,6 +16,7 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.rows.host_rows import HostRows
 from memory_switches import forced_copies
 from models import EXACT, TOLERANCE, batch_for, bert, gradients, llama, relative_error
+from tiers import cpu_suffices
 
 ON_HOST = {"stash": "host", "boundary": "host", "device": DEVICE}
 
@@ -42,6 +43,7 @@ def hidden_states(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[torc
     return list(model(**batch, output_hidden_states=True).hidden_states)
 
 
+@cpu_suffices
 def test_hidden_states_are_read_by_the_program():
     torch.manual_seed(0)
     model, plain = pair(bert(num_hidden_layers=4))
@@ -81,6 +83,7 @@ class _Between(nn.Module):
         return nn.functional.cross_entropy(self.model.lm_head(hidden).flatten(0, 1), labels.flatten())
 
 
+@cpu_suffices
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_model_that_computes_between_layers(in_place):
     torch.manual_seed(0)

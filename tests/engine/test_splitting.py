@@ -31,7 +31,7 @@ from models import (
     relative_error,
     train_once,
 )
-from tiers import cpu_suffices
+from tiers import cpu_suffices, nightly
 
 FLOAT64 = torch.float64
 
@@ -62,6 +62,7 @@ def test_several_entries_per_row():
     assert seen[-6:] == [3, 3, 2, 3, 3, 2]
 
 
+@nightly
 @cpu_suffices
 def test_positions_for_all_rows_and_then_per_sample():
     """Which are the first argument, and do not hide how many rows there are."""
@@ -191,6 +192,7 @@ def compare(plain: nn.Module, ours: nn.Module, seed: int = 1, rows: int = 7, **i
     assert relative_error(gradients(ours), gradients(plain)) <= EXACT
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("block", "extras", "reason"),
     [
@@ -391,6 +393,7 @@ def test_training_flags_are_back_after_a_probe_that_failed():
     assert all(m.training for m in ours.modules())
 
 
+@nightly
 @cpu_suffices
 def test_each_kind_of_call_is_probed_once(monkeypatch):
     probes, double = [], splitting.doubled

@@ -20,7 +20,7 @@ from hf_l2l.stash.stash import Stash
 from memory_switches import forced_copies
 from models import TOLERANCE, Toy, batch_for, gradients, relative_error
 from runs import config_for
-from tiers import combinations
+from tiers import combinations, cpu_suffices
 
 FORMS = ["views", "copies"] if DEVICE == "cpu" else ["copies"]
 PLACES = ({"stash": "device"}, {"stash": "host", "ubatch_size": 3}, {"stash": "disk", "ubatch_size": 3})
@@ -73,6 +73,7 @@ def alive(memory: list[StorageWeakRef]) -> int:
     return sum(not each.expired() for each in memory)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", PLACES, ids=str)
 def test_they_live_as_long_as_the_graph(options, apart, monkeypatch, tmp_path):
     """Freed by the backward that used them, with a batch that is thrown away, and after an error in a later layer;

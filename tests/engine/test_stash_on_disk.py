@@ -36,6 +36,7 @@ def spilled_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("mode", "options"),
     combinations(
@@ -59,6 +60,7 @@ def test_weights_have_the_bits_of_a_stash_in_memory(mode, options, tmp_path):
         assert_same_run(found, train(stash="device", **same))
 
 
+@cpu_suffices
 def test_a_second_backward_and_forwards_without_one_use_the_same_room_again(tmp_path):
     model, *_ = attach(Toy(dropout=0.0), stash="disk", spill_dir=tmp_path, boundary="host")
     batch, sizes = batch_for(model, masked=False), []

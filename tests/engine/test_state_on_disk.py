@@ -21,7 +21,7 @@ from left_over import files
 from models import Toy, batch_for
 from runs import OPTIMIZERS, assert_same_run, attach, run_of, seed_all, train
 from saving import disk_is_full
-from tiers import cpu_suffices, more, on_the_host
+from tiers import cpu_suffices, more, nightly, on_the_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in host memory:UserWarning")  # where folders of tests are
 
@@ -85,6 +85,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
     return False
 
 
+@cpu_suffices
 def test_a_resumed_training_has_the_bits_of_the_unbroken_one(tmp_path):
     """State that is loaded moves to disk, and what is saved is what a training in memory saves."""
     model, eps, optimizer, _ = attach(toy())
@@ -140,6 +141,7 @@ def test_the_window_holds_its_layers(tmp_path):
     assert eps.state.window.limit == limit
 
 
+@nightly
 @cpu_suffices
 def test_parameters_with_other_memory_move_to_disk_again(tmp_path):
     """As of a program that resizes an embedding; what is frozen has its own file. Files of parts that are no more are
@@ -162,6 +164,7 @@ def test_parameters_with_other_memory_move_to_disk_again(tmp_path):
     assert counts[1] >= counts[3] >= counts[5] and counts[2] >= counts[4]
 
 
+@nightly
 @on_the_host
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_the_estimate_knows_the_window_and_what_passes(tmp_path, frozen):

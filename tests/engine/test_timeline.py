@@ -22,6 +22,7 @@ from hf_l2l.engine import relay
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
 from runs import assert_same_run, attach, train
+from tiers import cpu_suffices
 
 
 def stall_threads() -> list[threading.Thread]:
@@ -168,6 +169,7 @@ def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
     assert not caplog.records
 
 
+@cpu_suffices
 def test_one_thread_looks_and_ends_and_keeps_no_model_alive(monkeypatch, device):
     def wait_until_none() -> None:
         end = time.monotonic() + 60.0
@@ -198,6 +200,7 @@ def test_one_thread_looks_and_ends_and_keeps_no_model_alive(monkeypatch, device)
     assert not stall_threads()
 
 
+@cpu_suffices
 def test_a_wait_says_so_again_and_again(monkeypatch, caplog):
     """For the device, and for an update."""
     monkeypatch.setattr(stall_log, "INTERVAL_S", 0.1)
@@ -239,6 +242,7 @@ def read(file: Path) -> list[tuple[str, str, float, float]]:
     return [(rows[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
 
 
+@cpu_suffices
 def test_a_raw_loop_writes_every_step(tmp_path, device):
     file = tmp_path / "trace.json"
     model, eps, optimizer, batch = attach(trace=str(file), eps_update="serial")
@@ -263,6 +267,7 @@ def test_a_raw_loop_writes_every_step(tmp_path, device):
     assert read(file) == spans
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("update", "options"),
     [("deferred", {"prefetch": False}), ("eager", {"stash": "host", "ubatch_size": 3})],

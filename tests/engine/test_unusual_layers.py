@@ -14,7 +14,7 @@ from torch import nn
 from hf_l2l import detach_l2l
 from impure_layers import ROWS, WIDTH, Block, Net, assert_trained_alike, attach, batch, made, trained
 from models import TOLERANCE, assert_same_bits, gradients, relative_error
-from tiers import on_the_host
+from tiers import cpu_suffices, on_the_host
 
 
 class Recurs(Block):
@@ -79,6 +79,7 @@ class Giving(Net):
         return self.head(h).square().mean()
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("kind", "through"),
     [
@@ -258,6 +259,7 @@ class Resetting(Block):
         return self.unit(h)
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("kind", "ubatch_size"), [(Writing, None), (Writing, 2), (Resetting, 3)])
 def test_tensors_that_are_not_read(kind, ubatch_size):
     model = made(kind)

@@ -110,6 +110,7 @@ def test_bits_are_those_of_plain_torch(optimizer, mode, accumulation, steps):
     assert mode == "eager" or max(norms) > CLIPS[mode]
 
 
+@cpu_suffices
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
 def test_a_loop_with_accelerate_has_the_same_bits(mode):
     same = {"optimizer": "AdamW", "accumulation": 2, "max_norm": CLIPS[mode], "steps": STEPS}
@@ -181,6 +182,7 @@ BACKWARDS = st.builds(Backward, st.integers(1, MOST), st.integers(0, MOST - 1))
 PROGRAMS = st.lists(st.lists(BACKWARDS, min_size=1, max_size=MOST), min_size=1, max_size=MOST)
 
 
+@cpu_suffices
 @settings(max_examples=times(4 if DEVICE == "cpu" else 3, 60), deadline=None)
 @given(program=PROGRAMS, calls=st.integers(1, MOST))
 def test_eager_updates_know_when_all_gradients_of_a_step_are_there(program, calls):
@@ -244,6 +246,7 @@ def test_small_numbers_are_treated_alike_in_all_modes():
     assert left == {"serial": 0, "deferred": 0, "eager": 0}
 
 
+@cpu_suffices
 def test_hooks_of_a_step_see_the_gradients():
     """Whenever they were registered, they find the gradients, and what they make of them counts."""
     runs = []
@@ -357,6 +360,7 @@ READS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
 }
 
 
+@cpu_suffices
 @pytest.mark.parametrize("name", READS)
 def test_reading_a_weight_waits_until_its_update_is_done(name):
     with pending() as (model, *_):
@@ -384,6 +388,7 @@ def test_optimizer_state_waits_for_all():
         assert len(state) == len(list(model.parameters())) and all("exp_avg" in entry for entry in state.values())
 
 
+@cpu_suffices
 def test_a_forward_waits_layer_by_layer():
     with pending() as (model, _, _, batch):
         seen, last = [], model.blocks[2].up.bias

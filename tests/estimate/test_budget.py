@@ -22,6 +22,7 @@ from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.own_command import python, with_options
 from hf_l2l.plan.planner import Plan
 from hf_l2l.plan.step_time import StepTime
+from tiers import nightly
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -64,6 +65,7 @@ class Counted:
         return self.rows[number]
 
 
+@nightly
 def test_of_a_large_data_set_a_sample_is_read():
     data = Counted(texts(*[5] * 1999, 6, *[5] * 2000))
     longest_batch(loader_of(data), "input_ids")

@@ -14,6 +14,7 @@ from transformers.optimization import Adafactor
 
 from hf_l2l import L2LConfig, attach_l2l, estimate
 from models import VOCAB, batch_for, bert, gpt2, train_once
+from tiers import nightly
 
 WIDTH, INNER, POSITIONS = 16, 24, 20
 SHELL = (VOCAB + POSITIONS + 2) * WIDTH + 2 * WIDTH + (WIDTH * WIDTH + WIDTH) + (2 * WIDTH + 2)
@@ -77,6 +78,7 @@ OPTIMIZERS = {
 }
 
 
+@nightly
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_are_those_of_the_real_optimizer_after_a_step(name):
     model = small_bert()

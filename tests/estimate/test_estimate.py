@@ -13,6 +13,7 @@ from torch import nn
 from hf_l2l import L2LConfig, L2LTrainingArguments, estimate
 from hf_l2l.sizing.capacity import LORA, RANK, SETTINGS
 from models import SMALL, llama, vit
+from tiers import nightly
 
 BATCH: dict[str, Any] = {"rows": 4, "tokens": 8}
 HOST: dict[str, Any] = {"stash": "host", "ubatch_size": 1}
@@ -75,6 +76,7 @@ def test_the_state_is_that_of_the_optimizer_of_the_arguments(tmp_path):
     assert estimate(model, arguments(tmp_path, l2l_optimizer="lamb")).moments >= 8 * parameters
 
 
+@nightly
 def test_accumulated_batches_that_run_as_one_are_on_the_device_together(tmp_path):
     options: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     merged = estimate(llama(), arguments(tmp_path, **options), tokens=8)
@@ -122,6 +124,7 @@ def test_packed_inputs_are_not_cut():
     assert note == "a Sees takes pixel_values, too: this is the memory for batches of text alone"
 
 
+@nightly
 def test_models_with_inputs_of_other_shapes():
     found = estimate(hf.BertConfig(**SMALL), L2LConfig(ubatch_size=1), rows=2, model_class="BertForMultipleChoice")
     assert found.device_peak > found.shell + found.slots
@@ -165,6 +168,7 @@ def on_host(**options: Any) -> L2LConfig:
     return L2LConfig(stash="host", boundary="host", ubatch_size=1, **options)
 
 
+@nightly
 def test_the_largest_fits_and_one_layer_more_does_not(nothing_else):
     name = list(SETTINGS)[-1]
     report = estimate(of_layers(6), on_host(**SETTINGS[name]), **OF_TWO).report

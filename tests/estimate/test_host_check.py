@@ -25,6 +25,7 @@ from hf_l2l.memory.memory_estimate import MemoryEstimate, check_host_memory
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.runtime.flat_memory import Pages
 from models import batch_for, bert, train_once
+from tiers import nightly
 from training import inner_optimizer, l2l_trainer
 
 GIB = 2**30
@@ -224,6 +225,7 @@ def test_advice_ends_with_the_first_that_fits(have, kind, end):
     assert kind is Squares or ("(fits) with l2l_moment_dtype='bf16'," in said) == (have >= 12)
 
 
+@nightly
 def test_training_is_refused_with_the_command_line_of_the_user(memory, tmp_path, monkeypatch):
     made = l2l_trainer(tmp_path, optim="adamw_torch")
     memory(estimate(made.model).host_bytes * 13 // 16)

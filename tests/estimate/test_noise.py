@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hf_l2l import L2LBatchGrowth
 from hf_l2l.noise.estimate import Measured, NoiseScale, together
 from hf_l2l.noise.items import items_of_rows, measured
+from tiers import nightly
 
 PARAMETERS = 4000
 SIGNAL, NOISE = 2.0, 300.0
@@ -36,6 +37,7 @@ def step_of(counts: list[int], parts: list[torch.Tensor], *, is_sum: bool = True
     return found + Measured(squares=sum(float(part.square().sum()) for part in parts))
 
 
+@nightly
 @pytest.mark.parametrize(("counts", "is_sum"), [([1, 3, 17, 40, 2], False), ([64, 64], True)])
 def test_noise_that_is_known_is_found(counts, is_sum):
     generator, scale = torch.Generator().manual_seed(1), NoiseScale()

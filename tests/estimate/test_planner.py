@@ -20,7 +20,7 @@ from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, ti
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.shapes.inputs import example_inputs
-from tiers import more
+from tiers import more, nightly
 
 ROWS = 4
 RATES = {
@@ -95,6 +95,7 @@ def all_options(run: RunShapes) -> Iterator[L2LConfig]:
             )
 
 
+@nightly
 @pytest.mark.parametrize("rates", ["compute", *more("update", "link", "calls")])
 def test_no_other_choice_is_faster(rates):
     run = run_of()
@@ -118,6 +119,7 @@ def test_tokens_from_which_transfers_and_updates_are_hidden():
     assert set(run.tokens_that_hide(L2LConfig(resident_layers=2), slow).values()) == {0}
 
 
+@nightly
 def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
     """A training waits for its plan, so what a search has computed for some options is not computed again."""
     seen: Counter[L2LConfig] = Counter()
@@ -134,6 +136,7 @@ def test_searches_from_several_beginnings_share_what_they_compute(monkeypatch):
     assert max(seen.values()) <= 2  # in the searches, and of the plan that is made
 
 
+@nightly
 def test_sums_over_ranks_on_the_device_are_in_the_plan():
     """What a rank gives twice, what it is sent, and its share: of the gradients of the largest layer."""
     alone, config = run_of(width=128), L2LConfig()
@@ -144,6 +147,7 @@ def test_sums_over_ranks_on_the_device_are_in_the_plan():
     assert ranks.most(config) == alone.most(config) + ranks.for_ranks
 
 
+@nightly
 def test_with_state_on_disk_not_all_weights_are_resident():
     """Whatever the budget: masters on disk are those of the host."""
     run = run_of(state_tier="disk")

@@ -21,7 +21,7 @@ from hf_l2l.scale import (
     hardware_named,
     smallest,
 )
-from tiers import times
+from tiers import nightly, times
 
 DAY_S = 86_400
 
@@ -29,6 +29,7 @@ X32 = TransformerShape.family(32)
 A100 = Cluster(HARDWARE["a100"])
 
 
+@nightly
 @settings(max_examples=times(12, 200), deadline=None)
 @given(
     st.sampled_from([2, 8, 16, 24, 32, 64]),

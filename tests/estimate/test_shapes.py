@@ -20,6 +20,7 @@ from hf_l2l.shapes.fake_memory import FakeMemory, counted
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.shapes.traced import Tracer
 from models import SMALL, bert, llama, t5
+from tiers import nightly
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS, TOKENS = 4, 6
@@ -77,6 +78,7 @@ def test_attention_in_one_kernel_keeps_no_scores():
             assert (memory.peak < 64 * 64 * 4) == fuses and out.requires_grad
 
 
+@nightly
 def test_dense_masks_are_known():
     """Eager attention has a mask with an entry for each query and key."""
     model = deep_llama(2)
@@ -85,6 +87,7 @@ def test_dense_masks_are_known():
         assert [a.shape[-2:] for a in call.arguments if a.is_mask] == [(TOKENS, TOKENS)]
 
 
+@nightly
 def test_what_a_layer_passes_on_unchanged_is_no_new_memory():
     """T5's layers return the position bias that they were given."""
     found = traced(t5())
@@ -100,6 +103,7 @@ def test_below_what_trains_there_is_no_graph():
     assert [call.in_graph for call in traced(model).calls] == [False, False, True]
 
 
+@nightly
 def test_a_tied_head_makes_the_gradient_of_the_first_piece_wait():
     """Gradients of the first piece are told in their order: words are read first, and positions later."""
     tied = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True))
@@ -180,6 +184,7 @@ def shapes_of(rows: int = 2, config: L2LConfig | None = None, **options: Any) ->
     return RunShapes(model, config or L2LConfig(), example_inputs(model, rows, 8), **options)
 
 
+@nightly
 def test_graphs_keep_weights_that_autocast_has_cast():
     """Once for each micro-batch; without autocast, a graph grows with its rows alone."""
     kept = {}

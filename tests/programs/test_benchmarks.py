@@ -62,6 +62,7 @@ def test_the_update_is_measured_in_both_cases(capsys):
     assert refused(eps_cpu.main, ["--pairs", "1"], capsys) == "--pairs must be at least 2 (got 1)"
 
 
+@nightly
 def test_checkpoints_are_timed_by_each_trainer(capsys):
     tiny = ["--rounds", "2", "--between", "2", "--layers", "1", "--hidden", "64", "--batch", "2", "--tokens", "8"]
     result = saving.main(tiny)
@@ -148,6 +149,7 @@ def test_the_noise_scale_is_beside_that_of_two_batch_sizes(glue_folder, tiny_mod
 CASE = ["--tiny", "--model", "llama-1b", "--tokens", "64", "--modes"]
 
 
+@nightly
 def test_each_trainer_has_a_row(tmp_path, capsys):
     """And a trace of its last step, if it is ours."""
     file, traces = tmp_path / "result.md", tmp_path / "traces.zip"

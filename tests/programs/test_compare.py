@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hf_l2l.glue.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run, table
+from tiers import nightly
 
 METRICS = {
     "epoch": 1.0,
@@ -135,6 +136,7 @@ def test_the_table():
 # ---- the picture
 
 
+@nightly
 @pytest.mark.parametrize("hf", [run(METRICS, LOSSES), OUT_OF_MEMORY], ids=["two runs", "out of memory"])
 def test_the_picture(hf, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")

@@ -17,6 +17,7 @@ from cli_models import LLAMA, T5, ran, refused, written
 from documented_commands import check
 from hf_l2l.cli.main import COMMANDS
 from hf_l2l.cli.printed.model_facts import facts_of
+from tiers import nightly
 
 ROOT = Path(hf_l2l.__file__).parents[1]
 
@@ -34,6 +35,7 @@ def test_help_names_every_command_with_an_example(capsys):
         check(["hf-l2l", *example.split()])
 
 
+@nightly
 def test_env_is_there_whatever_library_is_broken_and_others_say_so_in_one_sentence(tmp_path, monkeypatch, capsys):
     """In a process of its own, where these packages cannot be imported."""
     for package in ("transformers", "accelerate"):

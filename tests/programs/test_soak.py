@@ -17,7 +17,7 @@ import soak
 import soak_updates
 from golden_cases import NOT_RECORDED, OPTIONS, Case, cases, quick
 from hf_l2l import L2LConfig, L2LTrainingArguments
-from tiers import times
+from tiers import nightly, times
 
 SETTINGS = {"code": "this one"}
 
@@ -54,6 +54,7 @@ def test_finished_rows_are_not_run_again_and_rows_that_failed_are(tmp_path, monk
     assert made == [2, 3, 0, 1]
 
 
+@nightly
 def test_programs_are_compared_and_told_of(tmp_path, monkeypatch):
     """A seed always gives the same program."""
     runs = times(1, 3)
@@ -83,6 +84,7 @@ def test_programs_are_compared_and_told_of(tmp_path, monkeypatch):
 LLAMA = Case("cpu", "optimizers", "llama", {"update": "deferred"}, optimizer="fused AdamW", groups=True)
 
 
+@nightly
 def test_equal_runs_have_equal_records_and_a_gradient_of_a_millionth_more_is_found(tmp_path, monkeypatch):
     def larger(model: Any, eps: Any, step: int) -> None:
         if step == 0:

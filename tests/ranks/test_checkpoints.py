@@ -25,7 +25,7 @@ from host_cases import on_hosts
 from rank_pool import digest
 from rank_trainer import REALTIME, SAME, SAVED, failed_generation, failed_to_save, trained
 from slow_disk import assert_same_checkpoints
-from tiers import more
+from tiers import more, nightly
 from training import left_in
 
 SHORT: dict[str, Any] = {**SAVED, "save_steps": 1, "max_steps": 2}
@@ -67,6 +67,7 @@ def test_a_checkpoint_has_what_each_rank_saves_and_is_resumed(pool, tmp_path):
     assert [each["mapped"] for each in found] == [[True], [True]]
 
 
+@nightly
 def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
     """transformers loads it to the device of each of several processes. Each rank has its share of the devices, two of
     four, and their generators."""
@@ -287,6 +288,7 @@ def changed(folder: str, options: dict[str, Any]) -> None:
         trained("bert", "l2l", folder, options)
 
 
+@nightly
 def test_what_one_rank_changes_is_written_first(pool, tmp_path):
     """Though another rank writes it to the file."""
     pool(2).run(changed, str(tmp_path / "at once"), SHORT)

@@ -22,6 +22,7 @@ from hf_l2l.ranks.messages import BARRIER, HEARTBEAT, LANDED, LATE, STEP, UPDATE
 from hf_l2l.ranks.peers import OtherCallsError, Peers
 from hf_l2l.ranks.watch import HEADER
 from hf_l2l.runtime.stall_log import StallLog
+from tiers import nightly
 
 # ---- messages
 
@@ -114,6 +115,7 @@ def test_a_rank_that_has_gone_on_is_not_waited_for(waits_for, other):
         assert isinstance(error, RuntimeError) and "must run the same" in str(error)
 
 
+@nightly
 def test_a_wait_is_logged_though_heartbeats_come(monkeypatch):
     """Several in each interval in which a wait looks around."""
     began = threading.Event()

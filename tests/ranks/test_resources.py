@@ -25,6 +25,7 @@ from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores, shares_of_rows
 from models import batch_for, bert, llama
 from rank_cases import OPTIMIZERS, rank_here
 from rank_pool import digest
+from tiers import nightly
 
 # ---- cores
 
@@ -152,6 +153,7 @@ def planned(folder: str, fails: bool = False) -> dict[str, Any]:
     return {"measured": measured, "seconds": plan.time.seconds, "chosen": plan.chosen}
 
 
+@nightly
 def test_rank_0_measures_and_all_have_its_plan(pool, tmp_path):
     """Or are told that it cannot."""
     first, second = pool(2, sim=True).run(planned, str(tmp_path))

@@ -16,7 +16,7 @@ from hf_l2l.pipeline.hosts import HostsLoad, hosts_seconds
 from hf_l2l.pipeline.ranks import HostBytes, ranks_time
 from hf_l2l.pipeline.schedule import Step, backward_steps, forward_steps, idle_share, sweep_length, sweep_s
 from hf_l2l.pipeline.times import LayerSeconds, step_time
-from tiers import combinations, more
+from tiers import combinations, more, nightly
 
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 6))
 
@@ -180,6 +180,7 @@ MOST = 0.07
 """By how much clock and formula differ, as the document says."""
 
 
+@nightly
 def test_the_document_has_the_table_of_the_formula():
     text = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text()
     assert f"within {100 * MOST:.0f} %" in text
@@ -191,6 +192,7 @@ def test_the_document_has_the_table_of_the_formula():
         assert f"| {name}{where} | {row} | {stops} |" in text
 
 
+@nightly
 @pytest.mark.parametrize(
     ("name", "ranks", "where"), combinations(MACHINES, [2, 8, *more(16, 32, 64)], WHERE, together=1)
 )

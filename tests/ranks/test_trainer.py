@@ -14,7 +14,7 @@ from torch import distributed
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from models import batch_for
 from rank_trainer import trained, trained_and_growing, trained_with_loss, trained_with_other_lengths
-from tiers import more
+from tiers import more, nightly
 from training import measured, tiny_bert
 
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
@@ -66,6 +66,7 @@ def test_batches_that_ranks_accumulate(pool, tmp_path):
         assert found[0][what] == pytest.approx(plain[0][what], rel=1e-4)
 
 
+@nightly
 def test_a_loss_with_parameters_is_trained(pool, tmp_path):
     """The norms are those of the model alone, as transformers has them; ranks update it, and the loss."""
     options = {**DEFERRED, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": 2}
@@ -113,6 +114,7 @@ def begun(folder: str) -> list[float]:
     return [min(event["ts"] for event in events) / 1e6, max(backwards) / 1e6]
 
 
+@nightly
 def test_traces_of_ranks_have_one_time(pool, tmp_path):
     """What both do at the same time is at the same time in both."""
     (first, end), (first_of_other, end_of_other) = pool(2).run(begun, str(tmp_path))
@@ -126,6 +128,7 @@ NOISE: dict[str, Any] = {**DEFERRED, "ubatch_size": 2, "l2l_noise_scale": True}
 EACH = {"l2l_noise_scale_every": "1"}
 
 
+@nightly
 def test_the_noise_scale_is_that_of_all_ranks(pool, tmp_path):
     """In one process that accumulates the batches of the ranks in turn, they weigh the same: ranks divide by the
     tokens of all of them."""

@@ -20,6 +20,7 @@ from hf_l2l.ranks.messages import BARRIER, FAILED, HEARTBEAT, LEAVING, UPDATED
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.watch import HEADER
 from rank_programs import Program, Programs
+from tiers import nightly
 
 # ---- failure
 
@@ -328,6 +329,7 @@ rank.close()
 """
 
 
+@nightly
 def test_ranks_that_are_all_stopped_go_on(programs):
     """As by Ctrl-Z of a launcher: nobody takes the pause for a failure of the others."""
     sockets = connected(2)

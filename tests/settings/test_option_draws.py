@@ -25,7 +25,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_l2l
 from hf_l2l import L2LTrainer, L2LTrainingArguments
-from tiers import ALL, more, times
+from tiers import ALL, more, nightly, times
 from training import CHECKPOINTING, logs, tiny_bert, trainer
 
 OPTIMIZERS = [each.value for each in OptimizerNames]
@@ -278,6 +278,7 @@ def test_every_optimizer_by_name(tmp_path, optim, update):
     check(tmp_path, options)
 
 
+@nightly
 @pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", *more(*SCHEDULERS)])
 def test_every_scheduler_by_name(tmp_path, scheduler):
     options: dict[str, Any] = {"lr_scheduler_type": scheduler, "warmup_steps": 1, "max_steps": 4}

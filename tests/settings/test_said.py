@@ -138,6 +138,7 @@ def test_errors_of_the_training_loop_pass(tiny_model, tmp_path, monkeypatch):
 # ---- sizes, and last words
 
 
+@nightly
 @needs_datasets
 def test_sizes_are_printed_as_text_and_written_as_bytes(tiny_model, tmp_path, monkeypatch, capsys):
     log = hf.Trainer.log

@@ -15,7 +15,7 @@ from memory_switches import poisoned_releases
 from models import Toy, attached, train_once
 from placements import traffic, travelling_bytes
 from runs import attach
-from tiers import more
+from tiers import more, nightly
 from training import settled_memory
 
 WIDTH, TOKENS, UBATCH = 64, 16, 2
@@ -58,6 +58,7 @@ def peak(rows: int, *, layers: int = 3, **options: Any) -> int:
     return int(torch.accelerator.max_memory_allocated())
 
 
+@nightly
 def test_layers_need_memory_for_one_micro_batch():
     """What is left of the device batch are the inputs, and the output of the last layer; depth costs nothing."""
     few = {boundary: peak(4, boundary=boundary) for boundary in ("device", "host")}
@@ -66,6 +67,7 @@ def test_layers_need_memory_for_one_micro_batch():
     assert peak(4, layers=4, boundary="host") == few["host"]
 
 
+@nightly
 def test_each_row_travels_once_in_each_direction():
     """Per layer: its output down, and up for the next layer; in the backward its input up once more, and gradients.
     Layer 0 gets a device tensor, which is stashed, and whose gradient stays there; layer 3 returns one."""
@@ -82,6 +84,7 @@ def test_each_row_travels_once_in_each_direction():
     assert (3 + 1 + 3) * 8 * A + 4 * weights <= found["download"] < (3 + 1 + 3) * 8 * A + 4 * weights + A
 
 
+@nightly
 @pytest.mark.parametrize("size", ["64MiB", None, *more("64GiB")])
 def test_auto_is_the_host_where_the_device_is_small(size):
     """And the device where it does not say how much memory it has. The output of a layer has 3 MiB."""

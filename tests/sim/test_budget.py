@@ -23,6 +23,7 @@ from hf_l2l.hf.attach import attachment_of
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.testing import enable_simulated_accelerator
 from models import Toy, batch_for, t5
+from tiers import nightly
 from training import settled_memory, tiny_bert, trainer
 
 KIB = 2**10
@@ -65,6 +66,7 @@ def chosen_for(model: nn.Module, config: L2LConfig, **options: Any) -> L2LConfig
     return attached.config
 
 
+@nightly
 def test_a_plan_is_for_training_and_for_the_autocast_around_it():
     """As the loop calls the model, whatever mode it is in now."""
     peaks = []
@@ -154,6 +156,7 @@ def test_which_weights_may_be_resident():
     assert chosen_for(t5().to(torch.bfloat16), config, inputs=inputs).resident == "all"
 
 
+@nightly
 def test_models_that_are_gone_leave_the_device():
     """Their memory counts as free, though nothing has collected them."""
     gc.disable()

@@ -27,7 +27,7 @@ from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.testing import enable_simulated_accelerator
 from models import VOCAB, Toy, batch_for
 from runs import UNCHECKED, assert_same_run
-from tiers import more
+from tiers import more, nightly
 from training import (
     SAVING,
     arguments,
@@ -90,6 +90,7 @@ def losses(made: Any) -> list[float]:
 # ---- under the Trainer
 
 
+@nightly
 def test_auto_is_the_default_and_a_model_that_fits_is_trained_as_with_plain_trainer(tmp_path):
     """Evaluations and later trainings have the same plan; without a limit there is nothing to plan for."""
     args = arguments(hf.TrainingArguments, tmp_path, max_steps=1)
@@ -159,6 +160,7 @@ def test_larger_evaluations_are_told_of(tmp_path, caplog):
 # ---- one model, several trainers
 
 
+@nightly
 def test_what_the_program_has_attached_stays_unless_it_has_the_same_budget(tmp_path):
     model = toy()
     eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), **UNCHECKED, **GIVEN))
@@ -175,6 +177,7 @@ def test_what_the_program_has_attached_stays_unless_it_has_the_same_budget(tmp_p
     assert plan_of(made) not in (before, None), "planned for the batches of the trainer"
 
 
+@nightly
 def test_another_trainer_with_other_options_plans_and_trains_as_with_a_new_model(tmp_path):
     options: dict[str, Any] = {"device_memory_budget": "auto", "max_steps": 2}
     second = {"device_memory_budget": "off", "l2l_resident": "all", "l2l_resident_update": "device"}
@@ -328,6 +331,7 @@ def test_without_a_plan_auto_goes_on_and_a_size_is_refused(tmp_path, monkeypatch
                     made.train()
 
 
+@nightly
 def test_an_error_outside_the_layers_names_what_was_larger_than_planned(tmp_path, monkeypatch):
     made = planned(tmp_path, "1MiB")
 

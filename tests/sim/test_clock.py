@@ -18,7 +18,7 @@ from torch import nn
 from hf_l2l.testing import Costs, Task, VirtualClock, sim_recorder, sim_tensor, virtual_clock
 from hf_l2l.testing.sim_race import ORDER
 from hf_l2l.testing.sim_schedule import START, Schedule
-from tiers import times
+from tiers import nightly, times
 
 UNIT = 1024
 COSTS_GIVEN = {"link_bytes_per_s": UNIT, "flop_per_s": UNIT, "host_bytes_per_s": UNIT}
@@ -407,6 +407,7 @@ def test_without_a_clock_nothing_is_counted(monkeypatch):
 # ---- the schedule
 
 
+@nightly
 @settings(max_examples=times(60, 300))
 @given(st.data())
 def test_the_order_of_recording_and_of_reading_does_not_matter(data):

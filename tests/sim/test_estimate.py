@@ -16,7 +16,7 @@ from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, esti
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.testing import enable_simulated_accelerator
-from tiers import ALL, more
+from tiers import ALL, more, nightly
 from training import settled_memory
 
 ROWS, TOKENS, WIDTH = 8, 128, 128
@@ -172,6 +172,7 @@ def test_what_is_held_was_expected(model, setting):
         assert setting in NOT_NAMED or {} in off, off
 
 
+@nightly
 @pytest.mark.parametrize(
     ("model", "off"), [("llama", 0.01 if ALL else 0.02), *more(("mixtral", 0.01), ("bert", 0.04), ("t5", 0.05))]
 )

@@ -19,7 +19,7 @@ from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 from models import Toy, assert_same_bits, batch_for, gpt2, gradients, train_once
 from runs import OPTIMIZERS, Run, assert_same_run, attach, config_for, train
-from tiers import combinations, more
+from tiers import combinations, more, nightly
 
 
 @pytest.fixture(autouse=True)
@@ -268,6 +268,7 @@ def test_detach_makes_it_ordinary_memory_and_attach_locks_it_again():
     assert settled(of_one) == of_one, "what the user holds is still there"
 
 
+@nightly
 def test_gradients_have_the_same_memory_in_every_step():
     model, _, optimizer, batch = attach(small(), OPTIMIZERS["SGD"])
     train_once(model, batch)

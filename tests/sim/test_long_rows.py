@@ -17,7 +17,7 @@ from hf_l2l.compat import mask_functions
 from hf_l2l.runtime import stream
 from models import SMALL, attached, train_once
 from runs import attach
-from tiers import ALL, more
+from tiers import ALL, more, nightly
 from training import settled_memory
 
 WIDTH, ROWS, TOKENS = 16, 4, 32
@@ -70,6 +70,7 @@ MASKS: dict[str, tuple[Callable[[str], nn.Module], str, dict[str, torch.Tensor],
 }
 
 
+@nightly
 @pytest.mark.parametrize(
     "name", [name for name in MASKS if ALL or name in ("none", "causal", "window and full", "t5")]
 )
@@ -170,6 +171,7 @@ def bytes_per_token(width: int, inner: int, head: int) -> int:
     return 34 * width + 12 * inner + 4 * head
 
 
+@nightly
 @pytest.mark.parametrize(("width", "inner", "heads"), [(64, 172, 2), *more((128, 512, 2))])
 def test_bytes_per_token_in_one_layer(width, inner, heads):
     """In proportion: attention that is fused keeps nothing for pairs of tokens."""

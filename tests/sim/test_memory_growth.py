@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.memory_runs import Case, measured
-from tiers import ALL, more
+from tiers import ALL, more, nightly
 
 TINY = Case("l2l", layers=2, hidden=32, vocab=200, rows=8, tokens=16, ubatch=4)
 SIM = torch.device("sim")
@@ -27,6 +27,7 @@ def test_depth_costs_nothing():
     assert found[0] == found[1], "in the first step and in the second one"
 
 
+@nightly
 @pytest.mark.parametrize(
     ("grows", "slope", "sizes", "rel"),
     [

@@ -14,7 +14,7 @@ from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.runtime import stream
 from hf_l2l.testing import page_locked_bytes
 from models import FAMILIES, SMALL, batch_for, bert, llama
-from tiers import more
+from tiers import more, nightly
 from training import l2l_trainer, measured, settled_memory, tiny_bert
 
 WIDTH, TOKENS, ROWS, UBATCH = 64, 16, 8, 2
@@ -136,6 +136,7 @@ def test_device_memory_is_that_of_the_shapes():
     assert run.device()["inputs"]["peak"] >= ROWS * TOKENS * 8
 
 
+@nightly
 def test_the_peak_is_named_by_what_ran():
     """With a wide vocabulary it is the head's."""
     words = 3000
@@ -148,6 +149,7 @@ def test_the_peak_is_named_by_what_ran():
     assert found["head"] >= 2 * ROWS * TOKENS * words * 4, "logits and their gradient"
 
 
+@nightly
 def test_updates_that_widen_are_counted():
     """Gradients and moments of two updates at once in fp32: 12 bytes per parameter of each."""
     run = Run(wide_bert(num_hidden_layers=4), cmp="bf16", grad_dtype="16bit", moment_dtype="bf16")
@@ -159,6 +161,7 @@ def test_updates_that_widen_are_counted():
         assert transients["now"] == 0 and 12 * largest <= transients["peak"] <= 24 * largest
 
 
+@nightly
 def test_steps_that_are_alike_are_not_looked_at(monkeypatch):
     run = Run(wide_bert())
     asked: list[torch.device] = []

@@ -13,6 +13,7 @@ from hf_l2l import detach_l2l
 from hf_l2l.noise.estimate import NoiseScale
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import enable_simulated_accelerator
+from tiers import nightly
 from training import l2l_trainer, tiny_bert
 
 ON = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
@@ -40,6 +41,7 @@ def test_two_devices_find_what_the_host_does(tmp_path):
     assert found.signal == pytest.approx(expected.signal, rel=1e-3, abs=1e-3 * expected.noise / expected.items)
 
 
+@nightly
 def test_the_device_is_not_waited_for_before_a_log(tmp_path, monkeypatch):
     """Norms wait on the device until somebody reads them: at the third step, and once in a while."""
     waited: list[int] = []

@@ -17,6 +17,7 @@ from hf_l2l.eps import updates
 from hf_l2l.eps.pending import Pending, hold
 from hf_l2l.testing import Costs, virtual_clock
 from models import assert_same_bits, gradients
+from tiers import nightly
 from training import settled_memory
 
 WIDTH, VOCAB = 8, 2**17  # embeddings and heads have so many entries that they travel by themselves
@@ -89,6 +90,7 @@ def traced(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return uploads, [task for task in clock.tasks if task.lane == "compute" and task.end - task.start >= LAYER_S]
 
 
+@nightly
 def test_weights_travel_in_the_order_of_use_and_the_head_under_the_layers():
     """What is not used does not travel."""
     model, plain = decoder()
@@ -103,6 +105,7 @@ def test_weights_travel_in_the_order_of_use_and_the_head_under_the_layers():
     assert uploads[head].end <= last_layer.end
 
 
+@nightly
 @pytest.mark.parametrize("options", [{"prefetch": False}, {"eps_update": "deferred"}], ids=str)
 def test_steps_are_those_of_plain_torch(options):
     model, plain = decoder(**options)
@@ -153,6 +156,7 @@ class Extending(Decoder):
         return given_to_an_extension(given_to_an_extension(x, self.norm.weight), self.scale).sum()
 
 
+@nightly
 def test_small_weights_may_be_given_to_extensions():
     check_steps(*decoder(Extending))
 
@@ -189,6 +193,7 @@ def test_a_weight_may_be_used_in_another_stream_first():
         assert len({model(IDS).item() for _ in range(3)}) == 1
 
 
+@nightly
 def test_the_last_layer_does_not_wait_for_the_update_of_the_head(monkeypatch):
     model, _ = decoder(eps_update="deferred")
     eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), eps_update="deferred"))

@@ -30,7 +30,7 @@ from hf_l2l.testing.sim_stream import random_landing
 from models import Toy, batch_for, bert
 from pipelined import Trained, trained
 from runs import config_for
-from tiers import ALL, combinations, more
+from tiers import ALL, combinations, more, nightly
 
 OF_DEVICES = (wait_reasons.ROWS_ARRIVED, wait_reasons.GIVEN_COMPUTED)
 WAITS = (
@@ -128,6 +128,7 @@ def test_every_wait_is_needed(why, monkeypatch):
     assert why in found
 
 
+@nightly
 @pytest.mark.parametrize(
     ("seed", "mode"), [(0, "host, one slot"), *more((1, "host"), (2, "device"), (3, "host stash"), (5, "host"))]
 )
@@ -319,6 +320,7 @@ def clip() -> nn.Module:
     return hf.CLIPModel(config)
 
 
+@nightly
 @pytest.mark.parametrize("layers", [3, *more(4)])
 def test_several_calls_in_one_loss(layers):
     """While one layer's backward waits for its device, no other layer's begins inside of it."""
@@ -358,6 +360,7 @@ def test_two_models_in_one_loss():
     assert same(*found)
 
 
+@nightly
 def test_a_part_in_inference_mode_and_then_a_training():
     """Memory that is reserved for what a device will be sent is not of inference mode."""
     model = pipelined.FAMILIES["t5"]()

@@ -20,7 +20,7 @@ from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.testing import VirtualClock, enable_simulated_accelerator, engine_on_clock, virtual_clock
 from models import bert
 from pipelined import devices
-from tiers import more
+from tiers import more, nightly
 from timed_machine import WIDTH, Block, Machine, Stack, sweeps_s
 from training import settled_memory
 
@@ -64,6 +64,7 @@ def formula_s(machine: Machine, count: int) -> float:
 FEW, ODD, LAYERS = replace(MACHINE, ubatches=2), replace(MACHINE, layers=10, ubatches=5), replace(MACHINE, layers=8)
 
 
+@nightly
 @pytest.mark.parametrize(
     ("machine", "count", "options"),
     [

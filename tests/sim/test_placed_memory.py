@@ -13,7 +13,7 @@ from hf_l2l.testing import enable_simulated_accelerator, page_locked_bytes
 from models import Toy, batch_for, train_once
 from placements import LAYERS, PLACEMENTS, traffic, travelling_bytes
 from runs import OPTIMIZERS, attach, config_for
-from tiers import more
+from tiers import more, nightly
 from training import settled_memory, tiny_bert
 
 
@@ -91,6 +91,7 @@ def test_what_they_take_has_a_name_and_an_estimate(name, options):
     assert streamed.moments - need.moments == pytest.approx(8 * count, rel=0.01)
 
 
+@nightly
 def test_slots_are_of_the_largest_streamed_layer_and_of_no_layer_that_stays():
     found = {}
     for name, options in {
@@ -110,6 +111,7 @@ def test_slots_are_of_the_largest_streamed_layer_and_of_no_layer_that_stays():
     assert found["all keep"] == large and found["streamed"] == 4 * large
 
 
+@nightly
 def test_of_layers_with_kept_graphs_nothing_is_stashed():
     model, eps, optimizer, batch = attach(stash="host", kept_graphs=3, resident="shell")
     model(**batch).loss.backward()
@@ -119,6 +121,7 @@ def test_of_layers_with_kept_graphs_nothing_is_stashed():
     loss.backward()
 
 
+@nightly
 @pytest.mark.parametrize(("kept", "boundary"), [(1, "host"), *more((3, "device"))])
 def test_inputs_that_stay_do_not_travel(kept, boundary):
     """Of four layers, the inputs of the first ones go to the host and come back, one micro-batch after the other."""
@@ -135,6 +138,7 @@ def test_inputs_that_stay_do_not_travel(kept, boundary):
     assert seen[1][1] - seen[0][1] == seen[0][0] - seen[1][0] == kept * inputs
 
 
+@nightly
 @pytest.mark.parametrize("options", [{"stash": "host"}, {"kept_graphs": 2}], ids=str)
 def test_a_call_without_a_backward_frees_its_memory(options):
     model, _, optimizer, batch = attach(**options)
@@ -156,6 +160,7 @@ def test_a_call_without_a_backward_frees_its_memory(options):
     assert settled_memory() == held
 
 
+@nightly
 def test_evaluations_of_a_changed_model_leave_no_copies_behind():
     """Each such call has units of its own, until one that trains."""
     model = tiny_bert(layers=2)

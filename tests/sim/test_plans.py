@@ -19,7 +19,7 @@ from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.testing import Costs, enable_simulated_accelerator, engine_on_clock, virtual_clock
 from models import bert
-from tiers import more
+from tiers import more, nightly
 from training import settled_memory
 
 
@@ -101,6 +101,7 @@ def virtual_seconds(config: L2LConfig, given: Rates, *, layers: int, rows: int) 
     return ends[-1] - ends[-2]
 
 
+@nightly
 @pytest.mark.parametrize("name", ["resident layers, host", *more(*(n for n in CASES if n != "resident layers, host"))])
 def test_steps_take_the_time_of_the_model(name):
     given, options = CASES[name]

@@ -15,7 +15,7 @@ from hf_l2l.eps.masters import Masters
 from hf_l2l.runtime import stream
 from models import Toy, assert_same_bits, attached, batch_for, bert, gradients, train_once
 from runs import attach, config_for
-from tiers import more
+from tiers import more, nightly
 
 
 @pytest.fixture
@@ -45,6 +45,7 @@ def steps(model: nn.Module, batches: list[dict[str, Any]], registrations: list[i
     return done
 
 
+@nightly
 @pytest.mark.parametrize("options", [{"cmp": "bf16", "stash": "host"}, *more({}, {"eps_update": "eager"})], ids=str)
 def test_nothing_is_registered_after_the_first_steps(options, registrations):
     model = bert(num_hidden_layers=3)
@@ -52,6 +53,7 @@ def test_nothing_is_registered_after_the_first_steps(options, registrations):
     assert done[0] > 0 and done[2:] == [done[1]] * 3
 
 
+@nightly
 def test_the_norms_of_all_layers_take_one_registration(registrations):
     """Beside one for masters and one for gradients: of each layer, and of each parameter that is in none."""
     model = bert(num_hidden_layers=5)
@@ -64,6 +66,7 @@ def test_the_norms_of_all_layers_take_one_registration(registrations):
         assert len(registrations) == 2 * groups + 1
 
 
+@nightly
 def test_batches_that_slowly_become_longer_seldom_register(registrations):
     """In four steps each time that the length doubles, with the bits of a stash on the device."""
     lengths = range(4, 13)
@@ -77,6 +80,7 @@ def test_batches_that_slowly_become_longer_seldom_register(registrations):
     assert_same_bits(dict(models[0].named_parameters()), dict(models[1].named_parameters()))
 
 
+@nightly
 def test_gradients_have_the_same_bits_when_norms_need_more_memory():
     """A layer that is called several times sends norms each time."""
     plain, model = Toy(1, dropout=0.0, calls=24), Toy(1, dropout=0.0, calls=24)

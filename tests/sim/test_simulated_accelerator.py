@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_l2l.testing import enable_simulated_accelerator, sim_backward
+from tiers import nightly
 from training import plain_trainer, settled_memory, tiny_bert
 
 SIM = torch.device("sim", 0)
@@ -36,6 +37,7 @@ def _unlimited() -> Iterator[None]:
 # Enabling
 
 
+@nightly
 def test_importing_registers_nothing_and_after_a_backward_nothing_can_be():
     script = """
 import torch

@@ -16,7 +16,7 @@ from hf_l2l.stash.stash import Stash
 from hf_l2l.testing import page_lock_limit, page_locked_bytes, sim_stream
 from models import Toy
 from runs import assert_same_run, attach, train
-from tiers import more
+from tiers import more, nightly
 from timed_machine import V100, WIDTH, Block, Machine, Stack, sweeps_s, timed_step
 from training import settled_memory
 
@@ -49,6 +49,7 @@ def test_the_example_with_transfers_under_compute(ubatches):
     assert clock.busy("host") == pytest.approx(0.333, rel=0.01)
 
 
+@nightly
 @pytest.mark.parametrize("machine", [Machine(6, 2, 1.0, 1.5, 0.5), *more(V100)], ids="{0.layers} layers".format)
 def test_doing_without_prefetch_costs_every_transfer(machine):
     """As long as a layer travels in less time than another computes. The example takes 2.94 s then."""
@@ -57,11 +58,13 @@ def test_doing_without_prefetch_costs_every_transfer(machine):
     assert saved == pytest.approx((2 * machine.layers - 2 - first) * machine.transfer_s, rel=0.01)
 
 
+@nightly
 def test_layers_that_make_the_host_wait_lose_no_overlap():
     machine = Machine(8, 2, 1.0, 1.9, 0.5)
     assert timed_step(machine, Asking).end == pytest.approx(timed_step(machine).end, rel=0.005)
 
 
+@nightly
 def test_a_step_bound_by_the_link_backwards_too():
     machine = Machine(layers=12, ubatches=1, forward_s=1.0, transfer_s=9.0, optimizer_s=10.0)
     forward = machine.layers * 9.0 + 1.0
@@ -70,6 +73,7 @@ def test_a_step_bound_by_the_link_backwards_too():
     assert timed_step(machine).end == pytest.approx(forward + backward + 10.0, rel=0.03)
 
 
+@nightly
 def test_one_gradient_slot_waits_only_where_a_transfer_outlasts_a_recompute():
     """The next layer's first gradient arrives after one ubatch's recompute and a part of its backward."""
     for transfer_s, waits_s in ((0.9, 0.0), (5.0, 2.0)):
@@ -78,6 +82,7 @@ def test_one_gradient_slot_waits_only_where_a_transfer_outlasts_a_recompute():
         assert waited > waits_s if waits_s else waited == pytest.approx(0.0, abs=1e-6)
 
 
+@nightly
 def test_memory_that_is_not_locked_holds_up_the_host():
     short = replace(V100, ubatches=4, layers=6, optimizer_s=V100.optimizer_s / 4)
     with page_lock_limit(0), pytest.warns(UserWarning, match="page-locked"):
@@ -88,6 +93,7 @@ def test_memory_that_is_not_locked_holds_up_the_host():
     assert locked.end + 0.0125 < pageable.end < timed_step(short, prefetch=False).end
 
 
+@nightly
 def test_the_stash_travels_under_compute(monkeypatch, tmp_path):
     """Layer inputs leave and come back over a link on which each way takes a fifth of the computation."""
     machine = Machine(layers=4, ubatches=4, forward_s=1.0, transfer_s=1.8, optimizer_s=1.0, rows=64)
@@ -119,6 +125,7 @@ def test_when_copies_land_changes_no_bit(seed, tmp_path):
     assert_same_run(found, expected)
 
 
+@nightly
 @ON_DISK
 def test_masters_are_not_page_locked_but_what_travels_is(tmp_path):
     """Two layers are page-locked for uploads, and the gradients."""

@@ -20,7 +20,7 @@ from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
 from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
 from runs import attach, train
-from tiers import more
+from tiers import more, nightly
 from timed_machine import V100, WIDTH, Machine, Stack, sweeps_s, timed_step
 from training import l2l_trainer, measured
 
@@ -133,6 +133,7 @@ def test_the_trace_shows_what_the_clock_shows(machine, tmp_path):
     assert averages.step_s == pytest.approx(clock.end)
 
 
+@nightly
 def test_copies_of_the_stash_name_their_layers(tmp_path):
     """What passes between layers has the name of the one that sends or receives it."""
     _, _, rows = watched_step(SHORT, tmp_path / "trace.json", stash="host", boundary="host")
@@ -197,6 +198,7 @@ def slow_update(transfer_s: float) -> Machine:
     return Machine(layers=8, ubatches=2, forward_s=FORWARD_S / 2, transfer_s=transfer_s, optimizer_s=8 * UPDATE_S)
 
 
+@nightly
 @pytest.mark.parametrize("transfer_s", [7.0, *more(1.0)], ids="a layer travels for {} s".format)
 def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path):
     """A layer begins when it has been updated and has travelled. What the updates add to that is the EPS's."""
@@ -218,6 +220,7 @@ def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path
     assert waits == [(name, pytest.approx(ends[name])) for name in names]
 
 
+@nightly
 def test_an_eager_update_is_under_the_backward(tmp_path):
     """Only what it takes longer than the backward does is waited for: at the first layer, which is updated last."""
     averages, rows = background_step(slow_update(1.0), tmp_path / "t.json", "eager")
@@ -311,6 +314,7 @@ def test_what_is_wrong_with_the_device_is_said(monkeypatch):
         eps.timeline.averages()
 
 
+@nightly
 def test_a_training_log_on_the_clock(tmp_path):
     """Waits, tokens and what bounds a step, in virtual seconds."""
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from hf_l2l.testing import enable_simulated_accelerator
 from models import gpt2
 from plain import small_bert
 from runs import UNCHECKED, assert_same_run, assert_same_tensors
-from tiers import more
+from tiers import more, nightly
 from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
 
 
@@ -123,6 +123,7 @@ def test_the_search_for_overflows_is_no_matter_of_several_devices(tmp_path, caps
     assert "bert.encoder.layer.1.output" in capsys.readouterr().out
 
 
+@nightly
 def test_a_loss_of_items_is_that_of_the_whole_batch(tmp_path):
     """transformers divides the items of a batch by the devices, or multiplies the loss, for `DataParallel`."""
 

@@ -17,7 +17,7 @@ from accumulated import ragged, tiny_llama
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.testing import Costs, VirtualClock, virtual_clock
 from models import batch_for, bert, llama, t5
-from tiers import more
+from tiers import more, nightly
 from training import settled_memory
 
 
@@ -75,6 +75,7 @@ def bytes_of_a_step(folder: Path, count: int, **options: Any) -> tuple[int, int]
     return more_up - up, more_down - down
 
 
+@nightly
 @pytest.mark.parametrize("options", [{}, *more({"stash": "host", "l2l_boundary": "host"})], ids=str)
 def test_what_travels_grows_with_the_number_of_batches_only_if_they_run_one_by_one(tmp_path, options):
     merged, count = bytes_of_a_step(tmp_path, 4, **options), 2
@@ -92,6 +93,7 @@ def test_what_travels_grows_with_the_number_of_batches_only_if_they_run_one_by_o
 # ---- generation
 
 
+@nightly
 def test_each_layer_is_uploaded_once_per_forward():
     """With a key-value cache, and micro-batches."""
     model = tiny_llama(layers=4).eval()
@@ -111,6 +113,7 @@ def test_each_layer_is_uploaded_once_per_forward():
 # ---- what a program keeps
 
 
+@nightly
 @pytest.mark.parametrize(
     ("options", "family"),
     [
@@ -142,6 +145,7 @@ def test_kept_losses_and_outputs_keep_no_weights(options, family):
 # ---- mixed precision
 
 
+@nightly
 @pytest.mark.parametrize("width", [128, *more(1024)])
 def test_mixed_precision_holds_at_most_six_tenths_of_fp32(width):
     """Apart from the shell and the slots, up to the width of BERT-large."""

@@ -20,7 +20,7 @@ from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_c
 from models import Toy, assert_same_bits, attached, batch_for, gradients, train_once
 from runs import OPTIMIZERS, attach, config_for
 from scenarios import SCENARIOS, Case
-from tiers import more
+from tiers import more, nightly
 from training import settled_memory, tiny_bert
 
 
@@ -89,6 +89,7 @@ COPIES: list[dict[str, Any]] = [
 ]
 
 
+@nightly
 @pytest.mark.parametrize("options", COPIES, ids=str)
 def test_a_layer_travels_in_one_copy_each_way(options):
     layers = 4
@@ -294,6 +295,7 @@ def room_bytes(model: nn.Module) -> int:
     return found
 
 
+@nightly
 @pytest.mark.parametrize("lengths", [[9, 2, 15, 3], *more([15, 9, 5, 2])], ids=str)
 def test_batches_of_changing_length_take_no_more_rooms(lengths):
     model = toy_on_sim(layers=2, stash="host")

@@ -13,6 +13,7 @@ import transformers as hf
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.hf.training_args import l2l_config
 from hf_l2l.testing import VirtualClock, engine_on_clock, virtual_clock
+from tiers import nightly
 from timed_machine import V100, WIDTH, Machine, Stack
 from training import l2l_trainer, tiny_bert
 
@@ -57,6 +58,7 @@ def layer_update_s(machine: Machine) -> float:
     return machine.optimizer_s / machine.layers
 
 
+@nightly
 def test_the_example_with_clipping():
     """All of the update but the first layer's goes under the forward."""
     layers, ubatches = 8, 2

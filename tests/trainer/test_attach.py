@@ -29,6 +29,7 @@ from models import (
     relative_error,
     train_once,
 )
+from tiers import cpu_suffices
 from training import l2l_trainer, tiny_bert
 
 
@@ -107,6 +108,7 @@ def assert_detached(model: nn.Module) -> None:
     assert not names & {"_hf_hook", "_old_forward", "_original_forward", "forward", "_apply", "__getstate__"}
 
 
+@cpu_suffices
 def test_a_copy_is_a_detached_model():
     model = bert()
     attach_l2l(model, L2LConfig(ubatch_size=3))

@@ -15,7 +15,7 @@ from models import llama
 from runs import assert_same_run
 from saving import At, saving, trained
 from slow_disk import SlowDisk, assert_same_checkpoints
-from tiers import cpu_suffices, more
+from tiers import cpu_suffices, more, nightly
 from training import rows, tiny_bert
 
 MODES: dict[str, dict[str, Any]] = {
@@ -45,6 +45,7 @@ def test_checkpoints_have_the_values_of_their_step(tmp_path, monkeypatch, name):
     assert_same_checkpoints(tmp_path / "later", tmp_path / "at once")
 
 
+@nightly
 @cpu_suffices
 def test_copies_take_two_layers_at_most_and_they_are_resumed_from(tmp_path, monkeypatch):
     """As the estimate and the memory report have it."""

@@ -16,7 +16,7 @@ from hf_l2l.noise import growth as growth_of
 from hf_l2l.noise import trainer_part
 from hf_l2l.noise.estimate import NoiseScale
 from runs import assert_same_run, assert_same_tensors
-from tiers import cpu_suffices, more
+from tiers import cpu_suffices, more, nightly
 from training import l2l_trainer, rows, tiny_bert
 
 ROWS = 44
@@ -133,6 +133,7 @@ def test_a_bound_holds_and_the_learning_rate_is_scaled_by_a_rule(tmp_path, criti
     assert watch.rates == pytest.approx([1e-3 * factor ** math.log2(each) for each in steps])
 
 
+@nightly
 @cpu_suffices
 def test_batches_grow_with_what_is_measured(tmp_path):
     """Without anything in the place of the measured scale; and what is logged is what decides."""
@@ -144,6 +145,7 @@ def test_batches_grow_with_what_is_measured(tmp_path):
     assert len(logged) == len(watch.steps) and watch.steps[-1] > watch.steps[0]
 
 
+@nightly
 @cpu_suffices
 def test_it_looks_once_enough_steps_are_measured(tmp_path, critical, monkeypatch):
     """At every 4th step, and after each doubling anew."""
@@ -249,6 +251,7 @@ class Fail(hf.TrainerCallback):
             raise self.errors.pop()
 
 
+@nightly
 @cpu_suffices
 def test_arguments_are_given_back_after_an_error(tmp_path, critical):
     critical.update({1: 100.0})
@@ -259,6 +262,7 @@ def test_arguments_are_given_back_after_an_error(tmp_path, critical):
     assert made.args.gradient_accumulation_steps == 1
 
 
+@nightly
 @cpu_suffices
 def test_a_search_for_a_batch_size_begins_with_the_first_batch(tmp_path, critical):
     critical.update({1: 1000.0})

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from models import batch_for, gpt2, llama, t5, train_once
+from tiers import cpu_suffices
 
 
 def generated(model: nn.Module, device: str, **options: Any) -> torch.Tensor:
@@ -24,6 +25,7 @@ def generated(model: nn.Module, device: str, **options: Any) -> torch.Tensor:
 WAYS: list[Any] = [(gpt2, {}), (llama, {"prompt_lookup_num_tokens": 2}), (t5, {"num_beams": 2})]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("make", "options"), WAYS, ids=str)
 def test_ways_of_decoding(device, make, options):
     torch.manual_seed(0)
@@ -35,6 +37,7 @@ def test_ways_of_decoding(device, make, options):
     assert torch.equal(generated(model.eval(), device, **options), expected)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("assistant_is", ["attached", "on the device"])
 def test_assisted_decoding(device, assistant_is):
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from hf_l2l import detach_l2l
 from hf_l2l.testing import page_locked_bytes
 from models import batch_for
 from runs import attach
-from tiers import more
+from tiers import cpu_suffices, more
 from training import settled_memory
 
 CASES: list[Any] = [({"stash": "disk", "gradient_slots": 1}, "deferred"), *more(({}, "eager"))]
@@ -27,6 +27,7 @@ def held() -> dict[str, Any]:
     return found
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("options", "mode"), CASES)
 def test_steps_leave_nothing(options, mode, device, tmp_path, monkeypatch):
     """Of accumulated batches of different sizes, evaluations, and forwards without a backward; 3,000 of them are a

@@ -133,6 +133,7 @@ def test_the_parameters_of_a_loss_are_trained(tmp_path, device, several, options
         assert {p.device.type for p in module.parameters()} == {"cpu"}
 
 
+@cpu_suffices
 def test_a_loss_is_attached_as_a_model_in_any_loop():
     torch.manual_seed(0)
     loss = Classifying(Embedding())
@@ -165,6 +166,7 @@ def test_a_second_training_with_another_loss(tmp_path):
 # ---- graphs
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     "options", [{"kept_graphs": 2}, {"stash": "host", "boundary": "host", "ubatch_size": 3}], ids=str
 )

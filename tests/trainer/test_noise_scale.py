@@ -21,7 +21,7 @@ from hf_l2l.noise.estimate import DECAY, Measured, NoiseScale
 from hf_l2l.noise.items import items_of_rows, measured
 from models import vit
 from runs import assert_same_run
-from tiers import cpu_suffices
+from tiers import cpu_suffices, nightly
 from training import l2l_trainer, rows, tiny_bert, trainer
 
 ON: dict[str, Any] = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
@@ -118,6 +118,7 @@ def test_a_mean_loss_against_plain_torch(tmp_path, options):
     assert_measured(mine, expected, 0.05 if "cmp" in options else 1e-3)
 
 
+@nightly
 @cpu_suffices
 @pytest.mark.parametrize(("merge", "ubatch"), [("auto", None), ("off", 1)])
 def test_a_sum_over_tokens_against_plain_torch(tmp_path, merge, ubatch):
@@ -157,6 +158,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
 def test_measuring_changes_no_bit(tmp_path, options):
     """Of weights, state, logs and random numbers: dropout draws in each step."""
@@ -170,6 +172,7 @@ def test_measuring_changes_no_bit(tmp_path, options):
     assert found_by(measuring).steps == (2 if "l2l_noise_scale_every" in options else 4)
 
 
+@nightly
 @cpu_suffices
 def test_merged_batches_keep_their_bits(tmp_path):
     without, measuring = made(tmp_path), made(tmp_path, **ON)
@@ -227,6 +230,7 @@ def test_steps_whose_gradients_are_not_finite_are_left_out(tmp_path):
     assert found_by(mine).steps == 2
 
 
+@nightly
 @cpu_suffices
 def test_a_step_that_is_given_up_is_measured_with_the_next(tmp_path):
     """Its gradients are added to those of the next one, as without L2L."""
@@ -248,6 +252,7 @@ def test_a_step_that_is_given_up_is_measured_with_the_next(tmp_path):
     assert found_by(mine).steps == 4 and found_by(mine).rows == pytest.approx(average)
 
 
+@nightly
 @cpu_suffices
 def test_what_measures_nothing_is_told(tmp_path, caplog):
     """Each batch has fewer rows than a micro-batch may have."""
@@ -259,6 +264,7 @@ def test_what_measures_nothing_is_told(tmp_path, caplog):
     assert not any(name in entry for entry in mine.state.log_history for name in NAMES)
 
 
+@nightly
 @cpu_suffices
 def test_a_log_of_the_program_reads_nothing(tmp_path):
     """Of several ranks, one alone may log: nothing waits for the others. Each training begins without averages."""
@@ -298,6 +304,7 @@ def test_it_is_resumed(tmp_path):
     assert found_by(resumed(tmp_path, 2, **ON)).steps == 1 + 2
 
 
+@nightly
 @cpu_suffices
 def test_a_training_without_it_is_resumed_with_it_and_back(tmp_path):
     l2l_trainer(tmp_path, **SAVED).train()

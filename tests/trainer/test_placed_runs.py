@@ -11,7 +11,7 @@ import torch
 from devices import DEVICE
 from placements import PLACEMENTS
 from runs import UPDATED_BY, assert_run_of_plain, train
-from tiers import more
+from tiers import cpu_suffices, more
 from training import SAVING, inner_optimizer, l2l_trainer, logs, plain_trainer, stopped_at_two
 
 PLANS = {name: PLACEMENTS[name].options for name in ("streamed", "shell", "first layer", "all", "kept graphs")}
@@ -27,6 +27,7 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in trainer.model.state_dict().items()}
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("plan", "loop", "mode"),
     [("shell", "accelerate", "serial"), ("all", "trainer", "deferred"), ("kept graphs", "trainer", "eager")],
@@ -47,6 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return logs(made), weights_of(made), str(folder / "checkpoint-2")
 
 
+@cpu_suffices
 @pytest.mark.parametrize(
     ("first", "then"),
     [("all", "streamed"), ("shell", "first layer"), *more(("streamed", "shell"))],
@@ -63,6 +65,7 @@ def test_a_checkpoint_resumes_under_any_plan(tmp_path, whole, first, then):
     assert all(state[p]["exp_avg"].device == p.device for p in resumed.model.parameters())
 
 
+@cpu_suffices
 @pytest.mark.parametrize("plan", ["all", *more("updated on the host")])
 def test_plain_trainer_resumes_and_is_resumed(tmp_path, plan):
     stopped_at_two(l2l_trainer, tmp_path / "begun", **as_arguments(plan))
@@ -86,6 +89,7 @@ def test_bf16_moments_of_a_streamed_run_are_resumed_by_a_resident_one(tmp_path):
         assert (average.device, average.dtype) == (p.device, short)
 
 
+@cpu_suffices
 def test_resident_weights_stay_when_the_trainer_trains_again(tmp_path):
     trainer = l2l_trainer(tmp_path, max_steps=1, l2l_resident="shell")
     trainer.train()

@@ -25,7 +25,7 @@ from hf_l2l import L2LTrainer
 from models import VOCAB
 from runs import assert_same_run
 from saving import At
-from tiers import ALL, more, on_sim, on_the_host
+from tiers import ALL, more, nightly, on_sim, on_the_host
 from training import SAVING, StopAt, l2l_trainer, plain_trainer, rows, tiny_bert, trainer
 
 pytestmark = [
@@ -248,6 +248,7 @@ def test_a_resumed_training_is_the_unbroken_one(tmp_path, caplog, case):
     assert not draws_on_the_device or "an order of rows" not in caplog.text
 
 
+@nightly
 @on_the_host
 def test_saved_when_a_callback_ends_the_training_within_an_epoch(tmp_path):
     """Of which batches are left, where only the ends of epochs are saved."""
@@ -262,6 +263,7 @@ def test_saved_when_a_callback_ends_the_training_within_an_epoch(tmp_path):
     assert_same_checkpoint(*(tmp_path / name / f"checkpoint-{STEPS}" for name in ("parts", "unbroken")))
 
 
+@nightly
 @on_the_host
 def test_after_the_last_step_of_an_epoch_its_end_is_saved(tmp_path):
     """Of four steps, the last of which has fewer batches."""
@@ -294,6 +296,7 @@ def test_with_other_options(tmp_path, first, then):
     assert_resumes_at(whole, 5, tmp_path / "again", **OTHERS[then], **same)
 
 
+@nightly
 @on_sim
 def test_with_a_budget(tmp_path, monkeypatch):
     use_machine_of_8_mib(monkeypatch, tmp_path)

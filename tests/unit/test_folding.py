@@ -18,6 +18,7 @@ from folded import EAGER, ONE_STEP, OutOfRoom, assert_folded, pair, told
 from hf_l2l.accumulation.merging import CannotMerge, merge
 from plain import Streamed
 from runs import assert_same_run
+from tiers import nightly
 
 IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
 LONGER = torch.tensor([[4, 5, 6, 7]])
@@ -30,6 +31,7 @@ def batch_of(rows: list[list[int]], side: str) -> dict[str, torch.Tensor]:
     return padded([{"input_ids": ids, "labels": [-100] + ids[1:]} for ids in rows], side)
 
 
+@nightly
 @given(BATCHES, st.sampled_from(["left", "right"]))
 def test_rows_are_what_they_were_and_then_padding(rows, side):
     batches = [batch_of(each, side) for each in rows]
@@ -131,6 +133,7 @@ def test_steps_that_cannot_be_compared_are_followed_by_some_that_can(tmp_path):
     assert_folded(folded, apart)
 
 
+@nightly
 def test_the_last_step_of_an_epoch_may_have_fewer_batches_and_rows(tmp_path):
     folded, apart = pair(tmp_path, data=ragged(2 * 7), max_steps=-1, num_train_epochs=2)
     seen = forwards(folded)
@@ -140,6 +143,7 @@ def test_the_last_step_of_an_epoch_may_have_fewer_batches_and_rows(tmp_path):
     assert_folded(folded, apart)
 
 
+@nightly
 def test_data_that_ends_within_a_step_leave_their_gradients_to_the_next_epoch(tmp_path):
     folded, apart = pair(tmp_path, data=Streamed(ragged(2 * 6)))
     train(folded)
@@ -147,6 +151,7 @@ def test_data_that_ends_within_a_step_leave_their_gradients_to_the_next_epoch(tm
     assert_folded(folded, apart)
 
 
+@nightly
 def test_the_comparison_leaves_buffers_as_they_are(tmp_path):
     def count(module: nn.Module, _: object) -> None:
         module.calls += 1
@@ -197,6 +202,7 @@ def test_a_step_that_a_callback_ends_early_is_that_of_the_trainer(tmp_path):
         assert gradient is None or torch.allclose(left[0][name], gradient, rtol=1e-4, atol=1e-7)
 
 
+@nightly
 def test_nothing_of_an_interrupted_training_is_in_the_next(tmp_path):
     made = stopping(tmp_path, "raise")
     with pytest.raises(KeyError):

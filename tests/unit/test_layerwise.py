@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import SplitStep
 from optimizer_cases import ALL_AT_ONCE, CASES, SHAPES, parameters_for
-from tiers import times
+from tiers import nightly, times
 
 
 def some(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -384,6 +384,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
     return [order[start:end] for start, end in zip([0, *cuts], [*cuts, len(order)], strict=True)]
 
 
+@nightly
 @settings(max_examples=times(4, 16), deadline=None)
 @given(
     having=st.lists(st.sets(st.integers(0, len(SHAPES) - 1)), min_size=STEPS, max_size=STEPS),

@@ -19,8 +19,9 @@ MARKS = {
 
 
 def test_cases_are_dealt_to_the_devices_and_a_mark_decides_for_all():
-    cpu, sim = (chosen(CASES, (), "engine", device=device, is_all=False) for device in ("cpu", "sim"))
-    assert sorted(cpu + sim) == CASES and abs(len(cpu) - len(sim)) == 1
+    for count in range(2, 12):
+        dealt = [chosen([*range(count)], (), "engine", device=device, is_all=False) for device in ("cpu", "sim")]
+        assert sorted(dealt[0] + dealt[1]) == [*range(count)] and len(dealt[0]) >= len(dealt[1]) >= max(1, count // 4)
     for device in ("cpu", "sim"):
         assert chosen(CASES[:1], (), "trainer", device=device, is_all=False) == CASES[:1]
     assert chosen(CASES, (), "unit", device="cpu", is_all=False) == CASES

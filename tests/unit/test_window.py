@@ -92,6 +92,7 @@ def test_what_is_being_written_is_read_again_only_when_it_has_been():
 USES = st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.booleans()), max_size=60)
 
 
+@nightly
 @given(USES, st.lists(st.integers(1, 9), min_size=8, max_size=8), st.integers(2, 4))
 def test_the_bytes_are_bounded(uses, sizes, layers):
     """By the limit, or by what is used alone; and what is used is there."""
