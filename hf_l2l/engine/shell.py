@@ -220,6 +220,11 @@ class Owner:
         """A backward has ended that has freed its graph."""
         self._held = None
 
+    def call_ended(self, error: type[BaseException] | None, *_: object) -> None:
+        """The call has ended. What is left of the graph of one that raised must not keep the model either."""
+        if error is not None:
+            self.let_go()
+
     def note_spent(self, leaf: torch.Tensor) -> None:
         """See `Shell.note_spent`."""
         self.get()[0].note_spent(leaf)
@@ -371,7 +376,10 @@ class Shell:
                 if factor is not None:
                     args, kwargs = with_gradients_times(lambda: 1 / factor(), (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
-            weights = self._plain_weights(module) if is_plain else self._upload(module)
+            # A layer that the program calls itself has no non-layer modules; the relay uploads it.
+            owner = Owner(self, self.eps.masters.non_layer_unit(module))
+            at_end.push(owner.call_ended)
+            weights = self._plain_weights(module) if is_plain else self._upload(owner)
             at_end.callback(weights.settle)
             memory.holds(INPUTS, [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)])
             rng = compute_state.get_rng_state(self.device)
@@ -440,11 +448,8 @@ class Shell:
             compute_state.set_rng_state(rng, self.device)
             return forward()
 
-    def _upload(self, module: nn.Module) -> DeviceWeights:
-        masters = self.eps.masters
-        # A layer that the program calls itself has no non-layer modules; the relay uploads it.
-        unit = masters.non_layer_unit(module)
-        owner = Owner(self, unit)
+    def _upload(self, owner: Owner) -> DeviceWeights:
+        _, unit = owner.get()
         copies, requires_grad, on_gradient = self.eps.copies, torch.is_grad_enabled(), self.sender(owner)
         if requires_grad:
             self.eps.expect(unit)

@@ -112,7 +112,7 @@ def one_of_each(calls: list[str], faults: Iterable[Fault]) -> dict[str, Fault]:
     return found
 
 
-@pytest.mark.parametrize(("background", "kind"), [(False, "cut"), (True, "put in place"), *more((False, ""))])
+@pytest.mark.parametrize(("background", "kind"), [(True, "put in place"), *more((False, "cut"), (False, ""))])
 @pytest.mark.timeout(1800)
 def test_a_save_is_killed_at_calls_that_change_files(before, whole, calls_of_background, tmp_path, background, kind):
     """The save replaces a checkpoint of another training, and the oldest one is deleted after it. Without a kind, at

@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ def test_state_is_on_disk_before_the_next_update_uses_it(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_has_failed_is_told_until_the_end(tmp_path, monkeypatch):
-    """By each forward and by `synchronize`; the report goes on, and `detach_l2l` warns."""
+    """By each forward and by `synchronize`; the report goes on, `detach_l2l` warns, and nothing keeps the model."""
     model, eps, optimizer, batch = attach(toy(8), **on_disk(tmp_path))
     steps(model, eps, optimizer, 1)
 
@@ -285,3 +286,7 @@ def test_a_disk_that_has_failed_is_told_until_the_end(tmp_path, monkeypatch):
             model(**batch)
     with pytest.warns(UserWarning, match="may be those of an earlier step"):
         detach_l2l(model)
+    left = weakref.ref(model)
+    del model, eps, optimizer
+    gc.collect()
+    assert left() is None

@@ -22,6 +22,7 @@ from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.sizing.capacity import LORA, SETTINGS, run_with
 from hf_l2l.sizing.fit import ON_DISK, fits
+from tiers import nightly
 
 SMALL = {**LLAMA, "num_hidden_layers": 2}
 MACHINE = HardwareFigures(
@@ -96,6 +97,7 @@ def test_options_of_the_trainer_are_flags(tmp_path, capsys):
 # ---- with figures of a machine
 
 
+@nightly
 def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     found = estimated(capsys, tmp_path, *machine(tmp_path), "--json").json
     assert found["seconds_per_step"] > 0 and found["bound"] in found["busy"]
@@ -196,6 +198,7 @@ def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
     assert all(each["parameters"] > each["layers"] > 0 for each in found["largest"].values())
 
 
+@nightly
 def test_a_budget_that_one_setting_meets_is_no_error():
     """A step in fp32 needs more of the device than one in bf16."""
     with torch.device("meta"):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from benchmarks import gpu, gpu_report, gpu_rows
+from tiers import nightly
 
 RUNNER = Path(gpu.__file__)
 ROOT = RUNNER.parent.parent
@@ -129,6 +130,7 @@ def test_tests_go_on_in_another_process(stub):
     assert how_of(stub) == {"smoke": "ended"} and len(gpu_report.of_kind(rows, "process")) == 3
 
 
+@nightly
 def test_a_call_ends_in_time(stub, monkeypatch):
     monkeypatch.setattr(gpu, "END_S", 4.0)
     monkeypatch.setattr(gpu, "START_S", 0.0)

@@ -20,7 +20,7 @@ from hf_l2l.ranks.messages import BARRIER, FAILED, HEARTBEAT, LEAVING, UPDATED
 from hf_l2l.ranks.peers import Peers
 from hf_l2l.ranks.watch import HEADER
 from rank_programs import Program, Programs
-from tiers import nightly
+from tiers import ALL, nightly
 
 # ---- failure
 
@@ -303,7 +303,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("program", ENDS)
+@pytest.mark.parametrize("program", ENDS if ALL else [*ENDS][:1])
 def test_how_a_program_has_ended(programs, program):
     """One that raises is a failure, also for ranks that do not wait for it. A forked process is no rank."""
     sockets, expected = connected(2), ENDS[program]
@@ -345,6 +345,7 @@ def test_ranks_that_are_all_stopped_go_on(programs):
     assert [process.ended(30) for process in processes] == [(0, "2\n", "")] * 2
 
 
+@nightly
 def test_a_stopped_rank_is_a_failure_and_wakes_up_to_an_error(programs):
     sockets, limit_s = connected(2), 2 * TIMEOUT_S  # on a busy machine, a rank that runs may be late for seconds
     process = begun(programs, _ANSWERS, 1, sockets[1], limit_s)

@@ -205,6 +205,7 @@ OF_PROCESS = ("total", "simulated device", "Python, libraries and other")
 """What is no memory of the training."""
 
 
+@nightly
 @pytest.mark.parametrize("kind", ["frozen", *more("dropped")])
 def test_dropout_is_counted_and_frozen_weights_have_no_sums(kind):
     """A mask of a byte per element, and attention in pieces where the device's kernel has no dropout."""

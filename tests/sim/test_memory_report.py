@@ -177,6 +177,7 @@ def test_steps_that_are_alike_are_not_looked_at(monkeypatch):
     assert_adds_up(run.eps.memory_report())
 
 
+@nightly
 def test_the_program_may_reset_the_peak_of_the_device():
     """And one that was higher before the model was attached is told."""
     run = Run(wide_bert())

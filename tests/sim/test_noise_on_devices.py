@@ -24,6 +24,7 @@ def found_by(trainer: Any) -> NoiseScale:
     return noise.found
 
 
+@nightly
 def test_two_devices_find_what_the_host_does(tmp_path):
     known = {**ON, "ubatch_size": 2, "max_steps": 2}
     on_host = l2l_trainer(tmp_path, model=tiny_bert(dropout=0.0, layers=2), use_cpu=True, **known)

@@ -148,6 +148,7 @@ WAYS = {
 }
 
 
+@nightly
 @pytest.mark.parametrize("way", WAYS)
 def test_devices_without_peer_access_pass_rows_through_the_host(way, caplog, monkeypatch):
     """And those that read the memory of another one wrongly."""

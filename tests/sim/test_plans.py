@@ -110,6 +110,7 @@ def test_steps_take_the_time_of_the_model(name):
     assert time_of(run_shapes(deep(4), config, 8), config, given).seconds == pytest.approx(found, rel=0.02)
 
 
+@nightly
 @pytest.mark.parametrize(("given", "share"), [(HOST, 1.5), *more((COMPUTE, 1.0), (BALANCED, 2.5))])
 def test_no_other_options_are_faster_on_the_clock(given, share):
     """The plan, among options that fit: here those of one size of micro-batch."""

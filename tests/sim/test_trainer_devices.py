@@ -79,6 +79,7 @@ def test_a_budget_is_that_of_each_device(tmp_path):
         l2l_trainer(tmp_path / "less", per_device_train_batch_size=4, device_memory_budget="10KiB").train()
 
 
+@nightly
 @pytest.mark.usefixtures("_figures")
 def test_of_unequal_devices_auto_is_a_share_of_the_smallest(tmp_path, monkeypatch):
     enable_simulated_accelerator("8MiB", devices=2)

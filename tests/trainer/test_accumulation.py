@@ -31,6 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
 def test_a_step_is_that_of_its_batches(tmp_path, options):
     """Of transformers' Trainer; in float64, only what the loss casts to fp32 rounds."""
@@ -54,6 +55,7 @@ SIXTEEN = [
 ]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("options", "rel", "weights"), SIXTEEN, ids=lambda value: str(value))
 def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
     """Adam makes of the sign of a small gradient a whole learning rate, hence the tolerance of the weights."""

@@ -61,6 +61,7 @@ class Changing(hf.TrainerCallback):
 CASES = [("grow", {}), ("drop", {"eps_update": "deferred", "stash": "host"}), ("swap", {})]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("change", "options"), CASES, ids=str)
 def test_a_callback_changes_the_layers(tmp_path, device, change, options):
     """Models that are attached beside the trained one stay so."""

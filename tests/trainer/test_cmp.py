@@ -27,6 +27,7 @@ def make(folder: Path, **options: Any) -> Any:
     return l2l_trainer(folder, **{"model": small_bert(0.1), **options})
 
 
+@cpu_suffices
 @pytest.mark.parametrize("options", [{"cmp": "bf16"}, {**FP16, **SHORT}], ids=["bf16", "fp16"])
 def test_going_on_is_never_having_stopped(tmp_path, options):
     options = {**SAVING, "ubatch_size": 3, "eps_update": "deferred", **options}

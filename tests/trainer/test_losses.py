@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("several", "options"), CASES, ids=str)
 def test_the_parameters_of_a_loss_are_trained(tmp_path, device, several, options):
     """The norm that is clipped is that of the model alone, as transformers has it."""

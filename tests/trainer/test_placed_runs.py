@@ -77,6 +77,7 @@ def test_plain_trainer_resumes_and_is_resumed(tmp_path, plan):
     assert resumed.state.global_step == 5
 
 
+@cpu_suffices
 def test_bf16_moments_of_a_streamed_run_are_resumed_by_a_resident_one(tmp_path):
     options = {**SAVING, "l2l_moment_dtype": "bf16"}
     l2l_trainer(tmp_path / "begun", **options).train()

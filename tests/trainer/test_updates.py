@@ -55,6 +55,7 @@ class Average(hf.TrainerCallback):
                 self.average.setdefault(name, p.clone()).lerp_(p, 0.5)
 
 
+@cpu_suffices
 @pytest.mark.parametrize("mode", CLIPS)
 def test_checkpoints_evaluations_and_callbacks_see_finished_weights(tmp_path, mode):
     """Those of serial updates, at every step; and the best model is loaded at the end."""
