@@ -65,7 +65,7 @@ demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory a
 	@# Threads that wait asleep: on a busy machine, spinning ones starve those they wait for.
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
-test: $(VENV)/ready  ## Run the tests (8 minutes on 2 cores).
+test: $(VENV)/ready  ## Run the tests (5 minutes on 2 cores).
 	@$(SIDE_BY_SIDE) $(PARTS_OF_TESTS:%=test-on-%)
 
 test-on-%: $(VENV)/ready

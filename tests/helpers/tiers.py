@@ -46,8 +46,8 @@ def not_on_cuda(test: T) -> T:
 
 
 def cpu_suffices(test: T) -> T:
-    """Decorates a test of what the device makes no difference to: on another one than the CPU, `make test-all` alone
-    runs it."""
+    """Decorates a test of what the device makes no difference to, or of what other tests reach on the simulated
+    accelerator, too: on another device than the CPU, `make test-all` alone runs it."""
     return pytest.mark.cpu_suffices(test)
 
 
