@@ -82,15 +82,19 @@ def times(few: int, many: int) -> int:
 
 
 def combinations(
-    *dimensions: Iterable[Any], together: int = 2, where: Callable[..., bool] = lambda *_: True
+    *dimensions: Iterable[Any],
+    together: int = 2,
+    at_night: int | None = None,
+    where: Callable[..., bool] = lambda *_: True,
 ) -> list[Any]:
     """Combinations of one value of each dimension, of those for which `where` is true.
 
-    `make test-all` has all of them. `make test` has so many that any two values which can meet do; or, with
-    `together=1`, that each value occurs.
+    `make test` has so many that any two values which can meet do; or, with `together=1`, that each value occurs.
+    `make test-all` has all of them; or, where those are too many, so many that any `at_night` values meet.
     """
     every = [values for values in itertools.product(*map(tuple, dimensions)) if where(*values)]
-    some = every if ALL else few(every, min(together, len(dimensions)))
+    strength = at_night if ALL else together
+    some = every if strength is None else few(every, min(strength, len(dimensions)))
     return [pytest.param(*each, id="-".join(map(_named, each))) for each in some]
 
 
