@@ -110,10 +110,10 @@ class Precision:
         """The dtype on the device of a buffer of `module`.
 
         As transformers loads a model in 16 bits: frequencies of rotary positions, which are in no checkpoint, stay as
-        they are; other buffers follow the weights.
+        they are, and so do running statistics, whichever tensor has them now; other buffers follow the weights.
         """
         kept = not is_in_checkpoints(module, name) and ("freq" in name or "Rotary" in type(module).__name__)
-        return buffer.dtype if kept else self.of(buffer)
+        return buffer.dtype if kept or keeps_statistics(module) else self.of(buffer)
 
     def of_gradient(self, master: torch.Tensor) -> torch.dtype:
         """The dtype of the gradient of `master` on the host."""

@@ -26,6 +26,7 @@ from models import (
     gradients,
     has_bits_of_plain,
     reference,
+    relative_error,
     train_once,
 )
 from tiers import cpu_suffices
@@ -153,6 +154,22 @@ def test_running_statistics_move_once_per_forward(copies):
     x = torch.randn(6, 4)
     with torch.no_grad():
         assert has_bits_of_plain(ours(x), plain(x))
+
+
+def test_running_statistics_stay_fp32_in_16_bits(copies):
+    torch.manual_seed(2)
+    plain = Normed()
+    ours = copy.deepcopy(plain)
+    attach_l2l(ours, L2LConfig(layer_classes=("Block",), cmp="bf16"))
+    x = torch.randn(64, 4)
+    for model in (plain, ours):
+        for _ in range(2):
+            model(x).backward()
+    assert relative_error(gradients(ours), gradients(plain)) < 0.1
+    for name, buffer in plain.named_buffers():
+        found = dict(ours.named_buffers())[name]
+        assert found.dtype == buffer.dtype, name
+        torch.testing.assert_close(found, buffer, rtol=0.02, atol=0.02)
 
 
 @cpu_suffices
