@@ -16,7 +16,7 @@ from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, detach_l2l, esti
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.testing import enable_simulated_accelerator
-from tiers import ALL, more, nightly
+from tiers import ALL, more, nightly, times
 from training import settled_memory
 
 ROWS, TOKENS, WIDTH = 8, 128, 128
@@ -127,7 +127,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], setting: str) -> t
     return loss
 
 
-def measured(model: nn.Module, config: L2LConfig, steps: int = 2, setting: str = "") -> Any:
+def measured(model: nn.Module, config: L2LConfig, steps: int = times(2, 3), setting: str = "") -> Any:
     """The report after a few steps; the model is an ordinary one again."""
     batches = 2 if "accumulation" in setting else 1
     settled_memory()
