@@ -84,8 +84,9 @@ def test_the_probe_ends_where_memory_cannot_be_page_locked(tmp_path: Path):
 
 
 @nightly
-def test_trainings_and_a_profile_are_rehearsed(tmp_path: Path):
+def test_trainings_and_a_profile_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of them all by `make gpu-rehearse`. The peak of the device is what the estimate says; rates mean nothing."""
+    monkeypatch.setenv("HF_L2L_FIGURES", "")  # which a part sets for all that its process does
     enable_simulated_accelerator("64GiB")
     parts = gpu_worker.Parts(tmp_path, tiny=True)
     try:
