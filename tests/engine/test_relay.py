@@ -32,8 +32,6 @@ from models import (
 )
 from tiers import combinations, cpu_suffices
 
-FLOAT64 = TOLERANCE[torch.float64]
-
 
 @cpu_suffices
 def test_gradients_of_inputs_alone_leave_the_weights_alone():

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from hf_l2l.cli.main import main
-from hf_l2l.verify.checks import CHECKS
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -72,10 +70,3 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert (found.status, found.out) == (2, "")
     assert found.err.startswith("hf-l2l") and found.err.count("\n") == 1 and "Traceback" not in found.err
     return found.err
-
-
-def checks_nothing(patch: pytest.MonkeyPatch) -> None:
-    """`hf-l2l verify` finds no check to make of a model."""
-    nothing = {name: SimpleNamespace(status="note", text="not made") for name in CHECKS}
-    report = SimpleNamespace(status="green", results=nothing)
-    patch.setattr("hf_l2l.verify.checks.verify", lambda *_, **__: report)

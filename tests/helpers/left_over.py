@@ -35,24 +35,6 @@ def files() -> int:
     return len(os.listdir("/proc/self/fd")) if HAS_PROC else 0
 
 
-def deleted_files() -> list[str]:
-    """Open files, and mapped ones, that have no name any more: those that nobody closed."""
-    found = []
-    for name in os.listdir("/proc/self/fd") if HAS_PROC else ():
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:  # the one of `listdir` itself
-            continue
-        found += [target] if target.endswith("(deleted)") else []
-    return found
-
-
-def sockets() -> int:
-    """Open sockets of the process."""
-    names = os.listdir("/proc/self/fd") if HAS_PROC else []
-    return sum(os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:") for name in names)
-
-
 def children() -> int:
     """Child processes; those that have ended and were not waited for are among them."""
     found = 0
