@@ -112,6 +112,7 @@ def one_of_each(calls: list[str], faults: Iterable[Fault]) -> dict[str, Fault]:
     return found
 
 
+@nightly
 @pytest.mark.parametrize(("background", "kind"), [(True, "put in place"), *more((False, "cut"), (False, ""))])
 @pytest.mark.timeout(1800)
 def test_a_save_is_killed_at_calls_that_change_files(before, whole, calls_of_background, tmp_path, background, kind):
@@ -133,6 +134,7 @@ def test_a_save_is_killed_at_calls_that_change_files(before, whole, calls_of_bac
     assert count >= max(1, len(chosen) - 2)
 
 
+@nightly
 def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     """The save is killed when it was about to put the new folder in its place; the resume, when it has put back what
     was to be replaced, and has removed the rest."""
@@ -170,6 +172,7 @@ def begun_before(calls: list[str], at: int) -> int:
     return len({call.split("-")[3] for call in calls[: at - 1] if call.startswith("mkdir now/_l2l-saving-")})
 
 
+@nightly
 @pytest.mark.timeout(1800)
 def test_a_generation_is_killed_at_calls_that_change_files(tmp_path):
     """At most two that were begun are lost: files of weights and state have no values until updates are done."""

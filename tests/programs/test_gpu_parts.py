@@ -108,6 +108,7 @@ def has_ended(pid: int) -> bool:
     return False
 
 
+@nightly
 def test_a_part_that_hangs_or_ends_its_process_ends_no_other(stub, monkeypatch):
     short = {name: part._replace(seconds=-9.0) for name, part in gpu.PLAN.items()}  # twice that, and 20 s: 2 s
     monkeypatch.setattr(gpu, "PLAN", short)

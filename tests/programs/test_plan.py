@@ -16,6 +16,7 @@ from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report.traced_steps import traced_steps
 from hf_l2l.scale import HARDWARE
 from memory_switches import forced_copies
+from tiers import nightly
 
 GIB = 2**30
 
@@ -40,6 +41,7 @@ def test_layers_of_a_config_are_counted_and_gated_networks_have_two_intermediate
     assert "layers have experts" in refused(capsys, "plan", str(tmp_path / "experts"))
 
 
+@nightly
 def test_devices_days_host_memory_and_the_network_bound_the_plans(capsys):
     """Equal plans are told once."""
     given = ["X50", "--hardware", "rtx4090", "--gpus", "4", "--parallelism", "data", "--json"]

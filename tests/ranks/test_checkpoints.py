@@ -184,6 +184,7 @@ def trained_slowly(name: str, folder: str, options: dict[str, Any]) -> dict[str,
 PLACES = {"2 hosts": (2, 2, "dropout", {}), "rows in 16 bits": (3, 1, "large", {"cmp": "bf16"})}
 
 
+@nightly
 @pytest.mark.parametrize("place", ["2 hosts", *more("rows in 16 bits")])
 def test_checkpoints_have_the_values_of_their_step(pool, tmp_path, place):
     """All of the state, and are resumed."""

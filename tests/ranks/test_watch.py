@@ -303,6 +303,7 @@ ENDS = {
 }
 
 
+@nightly
 @pytest.mark.parametrize("program", ENDS if ALL else [*ENDS][:1])
 def test_how_a_program_has_ended(programs, program):
     """One that raises is a failure, also for ranks that do not wait for it. A forked process is no rank."""

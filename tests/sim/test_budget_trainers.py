@@ -118,6 +118,7 @@ def test_auto_is_the_default_and_a_model_that_fits_is_trained_as_with_plain_trai
     assert plan_of(made) is None
 
 
+@nightly
 @pytest.mark.parametrize(("budget", "room"), [("560KiB", 560), *more(("auto", 8192))])
 def test_autocast_keeps_inside_the_budget(tmp_path, budget, room):
     """On a device that has no more, with the losses of the same options set by hand."""

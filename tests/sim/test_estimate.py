@@ -231,6 +231,7 @@ def totals(found: Any) -> dict[str, int]:
     return {tier: names["total"]["peak"] for tier, names in found.report.items() if tier not in ("host", "of which")}
 
 
+@nightly
 def test_each_of_several_devices_has_its_bytes(two, tmp_path):
     """Of a config, and of the arguments of a trainer, which give each device as many rows."""
     model = bert()

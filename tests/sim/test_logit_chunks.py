@@ -19,7 +19,7 @@ from hf_l2l.logits import chunks
 from hf_l2l.testing import enable_simulated_accelerator
 from models import SMALL, VOCAB
 from pipelined import Trained, devices, trained
-from tiers import more
+from tiers import more, nightly
 
 MODES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -73,6 +73,7 @@ def far(one: Trained, other: Trained) -> float:
     return max(float((one.weights[n] - other.weights[n]).abs().max()) for n in one.weights)
 
 
+@nightly
 @pytest.mark.parametrize(("family", "mode", "count"), CASES)
 def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count, monkeypatch):
     placed = []

@@ -62,6 +62,7 @@ def _figures(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_L2L_FIGURES", str(tmp_path / "figures.json"))
 
 
+@nightly
 @pytest.mark.usefixtures("_figures")
 def test_a_budget_is_that_of_each_device(tmp_path):
     """The smallest one that is enough for each; less is refused."""

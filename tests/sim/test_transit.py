@@ -316,6 +316,7 @@ FAILING = ("failing_hook", "interrupted")
 """Programs after which something is most easily left."""
 
 
+@nightly
 @pytest.mark.parametrize("name", [*FAILING, *more(*(name for name in SCENARIOS if name not in FAILING))])
 def test_no_program_takes_more_and_more(name):
     options = {"ubatch_size": 4, "stash": "host", "gradient_slots": 1}

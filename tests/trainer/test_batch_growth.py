@@ -95,6 +95,7 @@ def grown(
     return made, watch, seen
 
 
+@nightly
 @cpu_suffices
 def test_the_same_rows_in_fewer_steps(tmp_path, critical):
     critical.update({3: 8.0, 5: 100.0})

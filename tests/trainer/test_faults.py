@@ -16,7 +16,7 @@ from hf_l2l import detach_l2l
 from left_over import own_threads
 from plain import small_bert, trained
 from runs import assert_same_run, assert_same_tensors, run_of_trainer
-from tiers import ALL
+from tiers import ALL, cpu_suffices
 from training import l2l_trainer, left_in
 
 RUN: dict[str, Any] = {
@@ -154,6 +154,7 @@ def cases() -> list[Any]:
     return found
 
 
+@cpu_suffices
 @pytest.mark.parametrize(("place", "kind", "is_same_trainer", "options"), cases())
 def test_an_exception_leaves_a_training_that_is_resumed(tmp_path, whole, place, kind, is_same_trainer, options):
     """By a new trainer, or by the one that was left, whose weights and moments are no longer those of a checkpoint."""

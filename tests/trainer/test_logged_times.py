@@ -28,6 +28,7 @@ def steps_of(trace: Path) -> list[float]:
     return [seconds for _, seconds in sorted(spans)]
 
 
+@cpu_suffices
 def test_logs_are_those_of_plain_trainer_and_a_file_has_the_times(tmp_path, device):
     """A second training looks again, and the first one has ended; evaluations have nothing added."""
     plain = plain_trainer(tmp_path / "plain")

@@ -291,6 +291,7 @@ def resumed(folder: Path, at: int, **options: Any) -> L2LTrainer:
     return again
 
 
+@nightly
 @cpu_suffices
 def test_it_is_resumed(tmp_path):
     """Whatever becomes of other callbacks; how often may change."""

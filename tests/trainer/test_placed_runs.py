@@ -11,7 +11,7 @@ import torch
 from devices import DEVICE
 from placements import PLACEMENTS
 from runs import UPDATED_BY, assert_run_of_plain, train
-from tiers import cpu_suffices, more
+from tiers import cpu_suffices, more, nightly
 from training import SAVING, inner_optimizer, l2l_trainer, logs, plain_trainer, stopped_at_two
 
 PLANS = {name: PLACEMENTS[name].options for name in ("streamed", "shell", "first layer", "all", "kept graphs")}
@@ -27,6 +27,7 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in trainer.model.state_dict().items()}
 
 
+@nightly
 @cpu_suffices
 @pytest.mark.parametrize(
     ("plan", "loop", "mode"),

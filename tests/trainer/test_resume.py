@@ -25,7 +25,7 @@ from hf_l2l import L2LTrainer
 from models import VOCAB
 from runs import assert_same_run
 from saving import At
-from tiers import ALL, more, nightly, on_sim, on_the_host
+from tiers import ALL, cpu_suffices, more, nightly, on_sim, on_the_host
 from training import SAVING, StopAt, l2l_trainer, plain_trainer, rows, tiny_bert, trainer
 
 pytestmark = [
@@ -233,6 +233,7 @@ NOT_HERE = {"sim": {"own loader", "plateau"}}.get(DEVICE, set())
 SOME = {"epochs that are cut": (4, 6)}
 
 
+@cpu_suffices
 @pytest.mark.parametrize("case", [case for case in CASES if case in FAST or (ALL and case not in NOT_HERE)])
 def test_a_resumed_training_is_the_unbroken_one(tmp_path, caplog, case):
     """With dropout, an order that is drawn, and random changes of rows and batches, in two epochs."""

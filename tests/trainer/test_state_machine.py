@@ -34,7 +34,7 @@ from hf_l2l.runtime.worker import usable_cores
 from late_updates import Gate, late_updates
 from memory_switches import forced_copies, poisoned_releases
 from plain import DROPOUT
-from tiers import ALL, not_on_cuda, times
+from tiers import ALL, cpu_suffices, not_on_cuda, times
 from twins import KINDS, OPTIMIZERS, Layered, Saved, Side, batch_of
 
 VOCABULARIES = (60, 52, 64)
@@ -392,6 +392,7 @@ def same_state(ours: Layered, plain: Side) -> None:
         assert ours.eps.scaler.skipped == plain.skipped
 
 
+@cpu_suffices
 @not_on_cuda
 def test_any_program_trains_as_in_plain_torch():
     """`make test-all` draws others at each time."""

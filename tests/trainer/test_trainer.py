@@ -61,6 +61,7 @@ def test_plain_training_arguments_are_accepted_and_left_as_they_are(tmp_path):
     assert all(t.device.type == "cpu" for s in state.values() for t in s.values() if isinstance(t, torch.Tensor))
 
 
+@cpu_suffices
 def test_micro_batches_train_as_the_whole_batch_but_for_rounding(tmp_path):
     ours = {"stash": "host", "l2l_boundary": "host", "ubatch_size": 3}
     found, expected = both(tmp_path, model_init=lambda: small_bert(dropout=0.0), ours=ours)

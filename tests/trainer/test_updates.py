@@ -15,7 +15,7 @@ from late_updates import late_updates
 from plain import small_bert, trained
 from runs import assert_same_run, assert_same_tensors
 from slow_disk import assert_same_checkpoints
-from tiers import cpu_suffices
+from tiers import cpu_suffices, nightly
 from training import l2l_trainer, left_in, logs
 
 pytestmark = pytest.mark.filterwarnings(
@@ -55,6 +55,7 @@ class Average(hf.TrainerCallback):
                 self.average.setdefault(name, p.clone()).lerp_(p, 0.5)
 
 
+@nightly
 @cpu_suffices
 @pytest.mark.parametrize("mode", CLIPS)
 def test_checkpoints_evaluations_and_callbacks_see_finished_weights(tmp_path, mode):

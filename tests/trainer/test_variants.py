@@ -146,6 +146,7 @@ class Constant(nn.Module):
 REFERENCES = {"none": lambda: None, "on the host": other_bert, "without layers": Constant}
 
 
+@cpu_suffices
 @pytest.mark.parametrize("make", REFERENCES.values(), ids=REFERENCES)
 def test_a_made_trainer_trains_as_its_base(tmp_path, device, make):
     def trained(kind, args_kind, folder, **options):
