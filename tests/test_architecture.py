@@ -476,7 +476,7 @@ BESIDE = {
     # The engine's nouns, each with unit tests; and where faults of copies, updates and waits are put.
     "across_devices": "choice sums",
     "across_hosts": "calls",
-    "device": "device_weights layer_device prefetch slots",
+    "device": "layer_device prefetch slots",
     "engine": "by_rows relay shell splitting",
     "eps": "gradients host_memory masters pending updates weight_copies",
     "logits": "chunks deferred recorded",

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.device.device_weights import DeviceWeights, uploaded
-from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.eps.masters import Masters
-from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.runtime.stream import HOST
+from devices import DEVICE
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l.runtime.flat_memory import Layout
+from hf_l2l.runtime.tensors import parts_of
+from hf_l2l.testing import Costs, page_lock_limit, page_locked_bytes, virtual_clock
 from memory_switches import forced_copies
 from models import (
     EXACT,
@@ -25,11 +24,14 @@ from models import (
     bert,
     gradients,
     has_bits_of_plain,
+    llama,
     reference,
     relative_error,
     train_once,
 )
-from tiers import cpu_suffices
+from tiers import cpu_suffices, on_sim
+from toy_quantized import ToyInt8, quantize_linears
+from training import tiny_bert
 
 
 @pytest.fixture(params=["views", "copies"])
@@ -38,83 +40,55 @@ def copies(request):
         yield
 
 
-def device_weights(module: nn.Module, *, requires_grad: bool) -> DeviceWeights:
-    masters = Masters(module)
-    copies = Copies(masters, HostMemory(HOST, masters))
-    return uploaded(masters.unit(module), HOST, copies, requires_grad=requires_grad)
-
-
 class Tied(nn.Module):
+    """Has a weight and a buffer in two modules; writes that in place, assigns another one, and empties a third."""
+
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
         self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-class Counter(nn.Module):
-    """Writes one buffer in place, assigns another, empties a third."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("written", torch.zeros(2))
+        self.first.register_buffer("written", torch.zeros(2))
+        self.second.register_buffer("written", self.first.written)
         self.register_buffer("assigned", torch.zeros(2))
         self.register_buffer("emptied", torch.zeros(2))
         self.register_buffer("never", None)
+        self.fails = False
 
-    def forward(self):
-        self.written += 1
-        self.assigned = self.assigned + 1
-        self.emptied = None
-
-
-@cpu_suffices
-def test_tied_parameters_share_one_leaf_and_frozen_ones_have_none_of_the_gradients(copies):
-    module, x = Tied(), torch.randn(4, 3)
-    module.second.bias.requires_grad_(False)
-    module(x).sum().backward()
-    expected = gradients(module)
-    module.zero_grad()
-    weights = device_weights(module, requires_grad=True)
-    assert len(weights.leaves) == 2
-    with weights.placed():
-        assert module.first.weight is module.second.weight is weights.leaves[0]
-        assert not module.second.bias.requires_grad
-        module(x).sum().backward()
-    found = {master.name: gradient for master, gradient in weights.take_gradients()}
-    assert [*found] == ["first.weight"]
-    assert_same_bits(found, {"first.weight": expected["first.weight"]})
-    assert all(p.grad is None for p in module.parameters())
+    def forward(self, x):
+        assert self.first.weight is self.second.weight and self.first.written is self.second.written
+        if not torch.is_grad_enabled():
+            self.second.written += 1
+            self.assigned = self.assigned + 1
+            self.emptied = None
+        if self.fails:
+            raise KeyError
+        return self.second(self.first(x))
 
 
 @cpu_suffices
-def test_kept_buffers_go_back_to_the_host(copies):
+def test_tied_parameters_share_one_leaf_and_frozen_ones_have_no_gradient(copies):
+    plain, x = nn.Sequential(Tied(), Tied()), torch.randn(4, 3)
+    for layer in plain:
+        layer.second.bias.requires_grad_(False)
+    ours = attached(copy.deepcopy(plain), layer_classes=("Tied",))
+    for model in (plain, ours):
+        model(x).sum().backward()
+    assert_bits_of_plain(gradients(ours), gradients(plain))
+
+
+@cpu_suffices
+def test_buffers_go_back_to_the_host(copies):
     """One buffer of two modules stays one; also after a call that failed, as in plain torch."""
-    module, other = Counter(), Counter()
-    other.written = written = module.written
+    layer = Tied()
+    model = attached(nn.Sequential(Tied(), layer), layer_classes=("Tied",))
+    written = layer.first.written
     for count in (1.0, 2.0):
-        fails = pytest.raises(KeyError) if count == 2.0 else nullcontext()
-        with fails, device_weights(nn.ModuleList([module, other]), requires_grad=False).placed():
-            assert module.written is other.written
-            module()
-            if count == 2.0:
-                raise KeyError
-        assert module.written is other.written is written
-        assert module.written.tolist() == module.assigned.tolist() == [count, count]
-        assert module.emptied is None and module.never is None
-
-
-@cpu_suffices
-def test_with_keep_buffers_false_nothing_is_kept(copies):
-    module = Counter()
-    before = dict(module._buffers)
-    with device_weights(module, requires_grad=False).placed(keep_buffers=False):
-        module()
-        assert module.written.tolist() == [1.0, 1.0]
-    assert all(module._buffers[name] is buffer for name, buffer in before.items())
-    assert all(b.tolist() == [0.0, 0.0] for b in module.buffers())
+        layer.fails = count == 2.0
+        with pytest.raises(KeyError) if layer.fails else nullcontext(), torch.no_grad():
+            model(torch.randn(4, 3))
+        assert layer.first.written is layer.second.written is written
+        assert written.tolist() == layer.assigned.tolist() == [count, count]
+        assert layer.emptied is None and layer.never is None
 
 
 class Block(nn.Module):
@@ -136,40 +110,28 @@ class Normed(nn.Module):
         return self.norm(self.blocks(x)).pow(3).mean()
 
 
-def test_running_statistics_move_once_per_forward(copies):
-    plain = Normed()
-    ours = copy.deepcopy(plain)
-    attach_l2l(ours, L2LConfig(layer_classes=("Block",)))
-    buffers = dict(ours.named_buffers())
-    for model in (plain, ours):
-        torch.manual_seed(1)
-        for _ in range(2):
-            model(torch.randn(6, 4)).backward()
-    assert_bits_of_plain(gradients(ours), gradients(plain))
-    for name, buffer in plain.named_buffers():
-        assert has_bits_of_plain(buffers[name], buffer), name
-        assert dict(ours.named_buffers())[name] is buffers[name], name
-    assert ours.blocks[1].norm.num_batches_tracked.item() == 2
-    plain.eval(), ours.eval()
-    x = torch.randn(6, 4)
-    with torch.no_grad():
-        assert has_bits_of_plain(ours(x), plain(x))
-
-
-def test_running_statistics_stay_fp32_in_16_bits(copies):
+@pytest.mark.parametrize("cmp", [None, "bf16"])
+def test_running_statistics_move_once_per_forward_and_stay_fp32(cmp, copies):
     torch.manual_seed(2)
-    plain = Normed()
+    plain, x = Normed(), torch.randn(64, 4)
     ours = copy.deepcopy(plain)
-    attach_l2l(ours, L2LConfig(layer_classes=("Block",), cmp="bf16"))
-    x = torch.randn(64, 4)
+    attach_l2l(ours, L2LConfig(layer_classes=("Block",), cmp=cmp))
+    buffers = dict(ours.named_buffers())
     for model in (plain, ours):
         for _ in range(2):
             model(x).backward()
-    assert relative_error(gradients(ours), gradients(plain)) < 0.1
+    if cmp is None:
+        assert_bits_of_plain(gradients(ours), gradients(plain))
+    else:
+        assert relative_error(gradients(ours), gradients(plain)) < 0.1
     for name, buffer in plain.named_buffers():
-        found = dict(ours.named_buffers())[name]
-        assert found.dtype == buffer.dtype, name
-        torch.testing.assert_close(found, buffer, rtol=0.02, atol=0.02)
+        assert dict(ours.named_buffers())[name] is buffers[name], name
+        assert has_bits_of_plain(buffers[name], buffer) or cmp is not None, name
+        torch.testing.assert_close(buffers[name], buffer, rtol=0.02, atol=0.02)
+    assert ours.blocks[1].norm.num_batches_tracked.item() == 2
+    plain.eval(), ours.eval()
+    with torch.no_grad():
+        assert has_bits_of_plain(ours(x), plain(x)) or cmp is not None
 
 
 @cpu_suffices
@@ -204,6 +166,15 @@ class SetsItself(nn.Module):
         return torch.tanh(x @ self.second)
 
 
+class Sum(nn.Module):
+    def __init__(self, delta: torch.Tensor):
+        super().__init__()
+        self.delta = [delta]  # no parameter of this module
+
+    def forward(self, weight):
+        return weight + self.delta[0]
+
+
 class ParamWrapper(nn.Module):
     """Adds to a weight while it runs, by a parametrization: PEFT's class of that name."""
 
@@ -213,20 +184,11 @@ class ParamWrapper(nn.Module):
         self.delta = nn.Parameter(torch.full_like(self.base.weight, 0.5))
 
     def forward(self, x):
-        nn.utils.parametrize.register_parametrization(self.base, "weight", _Sum(self.delta))
+        nn.utils.parametrize.register_parametrization(self.base, "weight", Sum(self.delta))
         try:
             return x + self.base(x).tanh()
         finally:
             nn.utils.parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
-
-
-class _Sum(nn.Module):
-    def __init__(self, delta: torch.Tensor):
-        super().__init__()
-        self.delta = [delta]  # no parameter of this module
-
-    def forward(self, weight):
-        return weight + self.delta[0]
 
 
 @pytest.mark.parametrize(("kind", "apart"), [(SetsItself, True), (ParamWrapper, True), (ParamWrapper, False)])
@@ -243,3 +205,123 @@ def test_layers_that_change_a_weight_while_they_run(kind, apart):
     if kind is ParamWrapper:
         assert all(isinstance(block._modules["base"]._parameters["weight"], nn.Parameter) for block in blocks)
         assert all("weight" not in vars(block.base) for block in blocks)
+
+
+# ---- a frozen base of quantized weights, which travel as they are packed, is trained through
+
+
+def int8_bert(layers: int = 2, *, nested: bool = True) -> nn.Module:
+    return quantize_linears(tiny_bert(dropout=0.0, layers=layers), nested=nested)
+
+
+def compare(model: nn.Module, plain: nn.Module, seed: int = 1, tolerance: float = 1e-6) -> None:
+    for each in (model, plain):
+        each.zero_grad()
+        train_once(each, batch_for(each, seed=seed))
+    assert relative_error(gradients(model), gradients(plain)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("nested", "options"),
+    [(True, {}), (False, {"ubatch_size": 3, "stash": "host"}), (True, {"ubatch_size": 3, "cmp": "bf16"})],
+)
+def test_gradients_are_those_of_plain_torch(nested, options):
+    """On the host, to the bit if the batch is whole."""
+    plain = int8_bert(nested=nested)
+    model = attached(copy.deepcopy(plain), device=DEVICE, **options)
+    for seed in range(2):
+        compare(model, plain, seed, tolerance=2e-2 if "cmp" in options else 1e-6)
+        if DEVICE == "cpu" and not options:
+            assert_same_bits(gradients(model), gradients(plain))
+    assert all((p.grad is not None) == p.requires_grad for p in model.bert.encoder.parameters())
+
+
+def test_written_parts_are_uploaded_again():
+    plain = int8_bert()
+    model = copy.deepcopy(plain)
+    with forced_copies():
+        attached(model, device=DEVICE)
+        for change in (1, -3):
+            for each in (model, plain):
+                each.bert.encoder.layer[-1].output.dense.weight.values.add_(change)
+            compare(model, plain)
+
+
+def test_a_quantized_weight_outside_the_layers():
+    plain = llama()
+    plain.requires_grad_(False)
+    quantize_linears(plain.lm_head)
+    plain.model.layers.requires_grad_(True)
+    model = copy.deepcopy(plain)
+    with forced_copies():
+        attached(model, device=DEVICE)
+        compare(model, plain)
+    assert type(model.lm_head.weight) is ToyInt8
+
+
+def test_the_detached_model_and_its_copies_are_as_before():
+    model = int8_bert()
+    before, objects = copy.deepcopy(model), list(model.parameters())
+    attached(model, device=DEVICE)
+    train_once(model, batch_for(model))
+    copied = copy.deepcopy(model)
+    detach_l2l(model)
+    assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+    for each in (model, copied):
+        for p, own in zip(each.parameters(), before.parameters(), strict=True):
+            assert type(p) is type(own)
+            assert all(torch.equal(a, b) for a, b in zip(parts_of(p), parts_of(own), strict=True))
+        assert list(each.state_dict()) == list(before.state_dict())
+
+
+@on_sim
+def test_packed_bytes_are_uploaded_and_gradients_of_trained_weights_downloaded():
+    layers = 4
+    model = int8_bert(layers)
+    eps = attach_l2l(model, L2LConfig(device="sim"))
+    optimizer = eps.wrap(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    for _ in range(2):
+        train_once(model, batch_for(model))
+        optimizer.step()
+    eps.synchronize()
+    with virtual_clock(Costs(link_bytes_per_s=1.0, flop_per_s=1e9, host_bytes_per_s=1e9)) as clock:
+        train_once(model, batch_for(model))
+    uploaded, downloaded = (
+        [round(t.end - t.start) for t in clock.tasks if t.lane == lane and t.stream != "the default stream"]
+        for lane in ("upload", "download")
+    )
+    unit = eps.masters.layer_units[0]
+    packed = [part.nbytes for p in unit.parameters if isinstance(p, ToyInt8) for part in parts_of(p)]
+    assert sum(packed) < 0.5 * sum(4 * p.numel() for p in unit.parameters if isinstance(p, ToyInt8))
+    # A layer is one copy, whose pieces begin at a multiple of 256 bytes, and two stay in their slots between sweeps.
+    assert unit.layout.num_bytes < sum(packed) + 256 * len(unit.parts) + 2 * sum(p.numel() for p in unit.parameters)
+    assert uploaded.count(unit.layout.num_bytes) == layers + layers - 2
+    sums = Layout([p for p in unit.parameters if p.requires_grad]).num_bytes
+    trained = [p for p in model.parameters() if p.requires_grad]
+    shell = sum(p.nbytes for p in trained if eps.masters.of(p).layer_number == 0)
+    assert downloaded.count(sums) == layers
+    assert sum(downloaded) == layers * sums + shell + 4 * len(trained)  # and their norms
+
+
+@on_sim
+def test_parts_are_page_locked_as_long_as_the_model_is_attached():
+    model = int8_bert()
+    values = model.bert.encoder.layer[0].output.dense.weight.values
+    address, content = values.data_ptr(), values.clone()
+    attached(model, device="sim")
+    moved = values.data_ptr()
+    assert page_locked_bytes() > 0 and moved != address and torch.equal(values, content)
+    train_once(model, batch_for(model))
+    assert model.bert.encoder.layer[0].output.dense.weight.values is values and values.data_ptr() == moved
+    detach_l2l(model)
+    assert values.data_ptr() != moved and torch.equal(values, content)
+
+
+@on_sim
+@pytest.mark.filterwarnings("ignore:.*could be page-locked")
+def test_parts_that_are_not_page_locked_are_uploaded_one_by_one():
+    plain = int8_bert()
+    with page_lock_limit(0):
+        model = attached(copy.deepcopy(plain), device="sim")
+        compare(model, plain)
+        detach_l2l(model)

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+import transformers as hf
+from torch import nn
 
 from devices import DEVICE
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.device.prefetch import fetched_in_backward, fetched_in_forward
-from memory_switches import forced_copies
+from hf_l2l.eps import masters
+from hf_l2l.logits import chunks
+from memory_switches import forced_copies, poisoned_releases
 from models import (
     FAMILIES,
     ROWS,
     TOLERANCE,
+    Gradients,
     assert_bits_of_plain,
+    assert_same_bits,
     attached,
     batch_for,
     bert,
     gradients,
     has_bits_of_plain,
+    llama,
     reference,
     relative_error,
     train_once,
 )
-from runs import UPDATED_BY, assert_same_run, on_host, train
+from runs import UPDATED_BY, assert_close_tensors, assert_same_run, on_host, train
 from tiers import combinations, cpu_suffices, more
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
@@ -188,3 +195,101 @@ def test_what_is_fetched_while_a_layer_computes():
     # The backward ends at the lowest call that is trained.
     assert [fetched_in_backward("abc", number, 1) for number in (2, 1)] == ["b", None]
     assert [fetched_in_backward("aa", number, 0) for number in (1, 0)] == ["a", None]
+
+
+# ---- what passes between layers, on the host
+
+WIDTH = 16
+ON_HOST: dict[str, Any] = {"stash": "host", "boundary": "host", "ubatch_size": 3}
+Found = TypeVar("Found")
+
+
+def of_both_boundaries(run: Callable[[dict[str, Any]], Found]) -> list[Found]:
+    """What `run` finds with a boundary on the device and on the host; what is read after it was given back is NaN."""
+    found = []
+    for boundary in ("device", "host"):
+        torch.manual_seed(0)
+        with poisoned_releases(), forced_copies():
+            found.append(run({**ON_HOST, "boundary": boundary}))
+    return found
+
+
+class Stack(nn.Module):
+    """The layers of a BERT alone: no sum of theirs has another order."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        sizes = {"hidden_size": WIDTH, "num_attention_heads": 2, "intermediate_size": 2 * WIDTH}
+        config = hf.BertConfig(num_hidden_layers=layers, **sizes)
+        config._attn_implementation = "sdpa"
+        self.encoder = hf.models.bert.modeling_bert.BertEncoder(config)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.encoder(rows, attention_mask=None).last_hidden_state
+
+
+@pytest.mark.parametrize("options", [{"cmp": "bf16"}, {"gradient_slots": 1, "prefetch": False}], ids=str)
+def test_gradients_have_the_bits_of_a_boundary_on_the_device(options):
+    def run(where: dict[str, Any]) -> Gradients:
+        model = attached(Stack(), device=DEVICE, **where, **options).eval()
+        rows = torch.randn(8, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):  # the second adds to the first
+            model(rows).square().sum().backward()
+        return gradients(model)
+
+    assert_same_bits(*of_both_boundaries(run))
+
+
+@cpu_suffices
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("deferred", {"cmp": "bf16", "resident": "shell"}), ("eager", {}), *more(("serial", {"grad_dtype": "16bit"}))],
+)
+def test_a_final_norm_and_a_tied_head_by_micro_batches_are_trained(mode, options, monkeypatch):
+    """As by a loss of whole logits."""
+    monkeypatch.setattr(chunks, "FEWEST_ROWS", 8)
+
+    def run(where: dict[str, Any]) -> dict[str, Any]:
+        chunked = {"chunked_loss": "off"} if where["boundary"] == "device" else {}
+        model = llama(tie_word_embeddings=True)
+        return train(model, eps_update=mode, accumulation=2, **where, **options, **chunked).weights
+
+    expected, found = of_both_boundaries(run)
+    # AdamW makes much of rounding where a gradient is nearly 0.
+    assert_close_tensors(found, expected, 2e-2 if {"cmp", "grad_dtype"} & {*options} else 1e-4)
+
+
+class Projected(nn.Module):
+    """Uses a weight that is in no module that is called, beside what its layers return."""
+
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.stack, self.box, self.use = Stack(2), nn.Linear(WIDTH, WIDTH, bias=False), use
+        self.scale = nn.Linear(1, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.scale(self.use(self.stack(rows), self.box.weight).square().mean()[None])[0]
+
+
+USES: dict[str, Callable[..., torch.Tensor]] = {
+    "matrix": lambda hidden, weight: hidden @ weight,
+    "linear": lambda hidden, weight: nn.functional.linear(hidden, weight),
+    "scale": lambda hidden, weight: hidden * weight[0],
+    "as many tokens as rows": lambda hidden, weight: hidden + hidden.select(1, 0),
+}
+
+
+@pytest.mark.parametrize(("name", "trains"), combinations(USES, [True, False], together=1))
+def test_a_large_weight_beside_rows_on_the_host_is_uploaded_first(name, trains, monkeypatch):
+    monkeypatch.setattr(masters, "LARGE", WIDTH)
+
+    def run(where: dict[str, Any]) -> Gradients:
+        model = Projected(USES[name]).eval()
+        model.box.requires_grad_(trains)
+        attached(model, device=DEVICE, **where)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.randn(8, 8, WIDTH, generator=torch.Generator().manual_seed(1))).backward()
+        return gradients(model)
+
+    assert relative_error(*of_both_boundaries(run)) < 1e-5

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from devices import DEVICE
 from hf_l2l import attach_l2l, detach_l2l
@@ -34,14 +36,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16, copies per sweep": {"cmp": "bf16", "host_copies": "per_sweep"},
     "fp16": {"cmp": "fp16", "loss_scale_init": 1024.0},
 }
-MOVED = [name for name in PLACEMENTS if name != "streamed"]
 FEW = ["boundary on the host", "first layer", "all", "kept graphs"]
 OTHERS = [
     *("tight", "stash on the host", "some stash on the device", "shell and layers"),
     *("layers, updated on the host", "all and graphs", "some of each"),
 ]
 """They differ from others in numbers alone."""
-MAIN = [name for name in MOVED if name not in OTHERS]
+MAIN = [name for name in PLACEMENTS if name not in ("streamed", *OTHERS)]
 
 
 @cache
@@ -77,7 +78,10 @@ def told_by_streamed(scenario: str, precision: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("placement", "scenario", "precision"),
     combinations(
-        [*FEW, *more(*(name for name in MOVED if name not in FEW))], SCENARIOS, ["fp32", *more("bf16")], together=1
+        [*FEW, *more(*(name for name in [*MAIN, *OTHERS] if name not in FEW))],
+        SCENARIOS,
+        ["fp32", *more("bf16")],
+        together=1,
     ),
 )
 def test_every_program_finds_the_same(placement, scenario, precision):
@@ -95,10 +99,7 @@ PLANS = st.fixed_dictionaries(
     {
         "resident": st.sampled_from(["none", "shell"]),
         "resident_update": st.sampled_from(["device", "host"]),
-        "resident_layers": st.integers(0, 3),
-        "kept_weights": st.integers(0, 3),
-        "kept_graphs": st.integers(0, 3),
-        "device_stash": st.integers(0, 3),
+        **{name: st.integers(0, 3) for name in ("resident_layers", "kept_weights", "kept_graphs", "device_stash")},
     }
 ).filter(lambda plan: plan["resident_layers"] + plan["kept_weights"] <= 3)
 PROGRAMS = st.fixed_dictionaries(
@@ -116,13 +117,7 @@ PROGRAMS = st.fixed_dictionaries(
 
 
 @cpu_suffices
-@settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=times(3, 150),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(deadline=None, derandomize=True, database=None, max_examples=times(3, 150))
 @given(PLANS, PROGRAMS)
 def test_any_plan_trains_as_streamed(plan, program):
     if program["cmp"] is None:
@@ -148,8 +143,7 @@ def test_parameters_stay_the_same_objects_and_go_back(placement):
     model(**batch).loss.backward()
     optimizer.step(), optimizer.zero_grad()
     group, where = optimizer.param_groups[0], PLACEMENTS[placement]
-    eps = attach_l2l(model, config_for(model, device=DEVICE, **where.options))
-    eps.wrap(optimizer)
+    attach_l2l(model, config_for(model, device=DEVICE, **where.options)).wrap(optimizer)
     for name, p in model.named_parameters():
         expected = DEVICE if where.is_resident(name) else "cpu"
         assert p.device.type == expected, name
@@ -161,33 +155,36 @@ def test_parameters_stay_the_same_objects_and_go_back(placement):
         assert all(p.grad.device == p.device for p in model.parameters())
         optimizer.step(), optimizer.zero_grad()
     detach_l2l(model)
-    assert all(a is b and type(a) is torch.nn.Parameter for a, b in zip(model.parameters(), before, strict=True))
+    assert all(a is b and type(a) is nn.Parameter for a, b in zip(model.parameters(), before, strict=True))
     places = {tensor.device.type for p in model.parameters() for tensor in (p, *optimizer.state[p].values())}
     assert places == {"cpu"} and optimizer.param_groups[0] is group
     model(**batch).loss.backward()
     optimizer.step()
 
 
+def losses(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> list[float]:
+    """Those of four steps."""
+    model, _, optimizer, batch = attach(model, make, **options)
+    found = []
+    for _ in range(4):
+        loss = model(**batch).loss
+        found.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    return found
+
+
 @cpu_suffices
 def test_every_update_is_seen_by_copies_on_the_device():
     """Also one that writes without a change of the version, as a fused optimizer may."""
-    found = []
-    for name in ("streamed", "all, updated on the host"):
-        for mode in ("serial", "deferred"):
-            model, _, optimizer, batch = attach(
-                None,
-                lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-                eps_update=mode,
-                **PLACEMENTS[name].options,
-            )
-            losses = []
-            for _ in range(3):
-                loss = model(**batch).loss
-                losses.append(loss.item())
-                loss.backward()
-                optimizer.step()
-            found.append(losses)
-    assert all(losses == found[0] for losses in found)
+    found = [
+        losses(
+            Toy(), lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True), eps_update=mode, **PLACEMENTS[name].options
+        )
+        for name in ("streamed", "all, updated on the host")
+        for mode in ("serial", "deferred")
+    ]
+    assert all(each == found[0] for each in found)
 
 
 @cpu_suffices
@@ -202,14 +199,6 @@ def test_a_weight_of_layers_and_the_shell_is_renewed_in_each_place(layers, place
         model.head.register_forward_hook(lambda module, args, out: out * module.scale[0])
         model.requires_grad_(False)
         model.scale.requires_grad_(True)
-        model, _, optimizer, batch = attach(
-            model, lambda _, p=model.scale: torch.optim.SGD([p], lr=1.0), **PLACEMENTS[name].options
-        )
-        losses = []
-        for _ in range(4):
-            loss = model(**batch).loss
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
-        found.append(losses)
-    assert all(losses == found[0] for losses in found) and len(set(found[0])) == 4
+        make = lambda _, p=model.scale: torch.optim.SGD([p], lr=1.0)  # noqa: E731
+        found.append(losses(model, make, **PLACEMENTS[name].options))
+    assert all(each == found[0] for each in found) and len(set(found[0])) == 4

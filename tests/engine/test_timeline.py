@@ -21,53 +21,51 @@ from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.engine import relay
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.runtime import stall_log, stream, wait_reasons, worker
-from runs import assert_same_run, attach, train
+from runs import attach
 from tiers import cpu_suffices
+
+Acts = Callable[[], object]
 
 
 def stall_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hf_l2l stall log"]
 
 
-class Acting(nn.Module):
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+class Acting(nn.Linear):
     """A layer that calls `acts` when it computes."""
 
-    def __init__(self, acts: Callable[[], None]) -> None:
-        super().__init__()
-        self.weight, self.acts = nn.Parameter(torch.ones(1)), acts
+    def __init__(self, acts: Acts) -> None:
+        super().__init__(1, 1)
+        self.acts = acts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.acts()
-        return x * self.weight
-
-
-class Blocks(nn.Module):
-    """Two layers, and a head that calls `head`."""
-
-    def __init__(self, acts: Callable[[], None], head: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList([Acting(acts), Acting(acts)]), head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        self.head()
-        return x.sum()
+        return super().forward(x)
 
 
 class CallsSGD(torch.optim.SGD):
     """Calls `acts` when it steps."""
 
-    acts: Callable[[], None] = staticmethod(lambda: None)
+    acts: Acts = staticmethod(lambda: None)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.acts()
         super().step(closure)
 
 
-def attached(model: nn.Module, device: str) -> torch.optim.Optimizer:
+def attached(acts: Acts = lambda: None, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two layers that call `acts`."""
+    model = nn.Sequential(Acting(acts), Acting(acts), nn.Identity())
     eps = attach_l2l(model, L2LConfig(device=device, layer_classes=("Acting",), eps_update="serial"))
-    return eps.wrap(CallsSGD(model.parameters(), lr=0.1))
+    return model, eps.wrap(CallsSGD(model.parameters(), lr=0.1))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(2, 1)).sum()
 
 
 @pytest.fixture
@@ -93,21 +91,16 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_pauses_evaluations_and_updates_that_failed_say_nothing(passes, caplog, device):
     takes = 60
-    model = Blocks(lambda: passes(takes))
-    optimizer = attached(model, device)
+    model, optimizer = attached(lambda: passes(takes), device)
     with torch.no_grad():
-        model(torch.ones(2, 1))
+        loss_of(model)
     takes = 1
-    loss = model(torch.ones(2, 1))
+    loss = loss_of(model)
     passes(60)
     loss.backward()
     passes(60)
-
-    def fail() -> None:
-        raise MemoryError("no room for moments")
-
-    optimizer.acts = fail
-    with pytest.raises(MemoryError):
+    optimizer.acts = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
         optimizer.step()
     passes(60)
     assert not caplog.records
@@ -116,20 +109,20 @@ def test_pauses_evaluations_and_updates_that_failed_say_nothing(passes, caplog, 
 @pytest.mark.parametrize("backward", [True, False], ids=["with backward", "forward only"])
 def test_sweeps_that_are_never_stepped_after_are_timed_one_by_one(backward, passes, caplog, device):
     """As in a loop that looks at gradients; each of them ends long before a line is due."""
-    model = Blocks(lambda: passes(takes))
-    attached(model, device)
+    model, _ = attached(lambda: passes(takes), device)
     for number in range(31):
         takes = 12 if number == 30 else 1
         assert not caplog.records
-        loss = model(torch.ones(2, 1))
+        loss = loss_of(model)
         if backward:
             loss.backward()
-    assert [record.getMessage() for record in caplog.records] == [
-        "forward, layer 1 of 2 (blocks.0), 10 s into this forward",
-        "forward, layer 2 of 2 (blocks.1), 20 s into this forward",
-        "backward, layer 2 of 2 (blocks.1), 10 s into this backward",
-        "backward, layer 1 of 2 (blocks.0), 20 s into this backward",
-    ][: 4 if backward else 2]
+    lines = [
+        "forward, layer 1 of 2 (0), 10 s into this forward",
+        "forward, layer 2 of 2 (1), 20 s into this forward",
+        "backward, layer 2 of 2 (1), 10 s into this backward",
+        "backward, layer 1 of 2 (0), 20 s into this backward",
+    ]
+    assert messages(caplog) == lines[: 4 if backward else 2]
 
 
 def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
@@ -147,24 +140,25 @@ def test_what_is_done_for_a_layer_is_in_that_layer(passes, caplog, monkeypatch):
     before(Splitter, "split_for")
     before(relay, "uploaded")
     before(EagerParamServer, "receive")
-    model = Blocks(lambda: None, head=lambda: passes(10))
-    optimizer = attached(model, "cpu")
+    model, optimizer = attached()
+    model[2].register_forward_pre_hook(lambda *_: passes(10))
     optimizer.acts = lambda: passes(10)
-    model(torch.ones(2, 1)).backward()
+    loss_of(model).backward()
     optimizer.step()
-    first, second = "layer 1 of 2 (blocks.0)", "layer 2 of 2 (blocks.1)"
+    first, second = "layer 1 of 2 (0)", "layer 2 of 2 (1)"
     forward = [(first, (10, 20, 30, 40)), (second, (50, 60, 70, 80)), (f"non-layer modules, after {second}", (90,))]
     backward = [(second, (10, 20, 30, 40)), (first, (50, 60, 70, 80))]
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines[:-1] == [
-        f"{sweep}, {place}, {seconds} s into this {sweep}"
-        for sweep, places in (("forward", forward), ("backward", backward))
-        for place, times in places
-        for seconds in times
+    assert messages(caplog) == [
+        *(
+            f"{sweep}, {place}, {seconds} s into this {sweep}"
+            for sweep, places in (("forward", forward), ("backward", backward))
+            for place, times in places
+            for seconds in times
+        ),
+        "the update of all layers, 10 s so far",
     ]
-    assert lines[-1] == "the update of all layers, 10 s so far"
     caplog.clear()
-    model(torch.ones(2, 1)).backward()  # this is no first step
+    loss_of(model).backward()  # this is no first step
     optimizer.step()
     assert not caplog.records
 
@@ -178,22 +172,15 @@ def test_one_thread_looks_and_ends_and_keeps_no_model_alive(monkeypatch, device)
 
     monkeypatch.setattr(stall_log, "INTERVAL_S", 0.2)
     wait_until_none()
-    started: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def starting(thread: threading.Thread) -> None:
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", starting)
-    model = Blocks(lambda: None)
-    attached(model, device)
+    started, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread)))
+    model, _ = attached(device=device)
     for _ in range(3):
-        model(torch.ones(2, 1)).backward()
+        loss_of(model).backward()
     assert len([thread for thread in started if thread.name == "hf_l2l stall log"]) == 1
-    model(torch.ones(2, 1))
+    loss_of(model)
     gone = weakref.ref(model)
-    del model
+    del model, _
     gc.collect()
     assert gone() is None
     wait_until_none()
@@ -210,25 +197,25 @@ def test_a_wait_says_so_again_and_again(monkeypatch, caplog):
         while len(caplog.records) < 2 and time.monotonic() < end:
             time.sleep(0.005)
 
+    def assert_said(pattern: str) -> None:
+        assert len(caplog.records) >= 2 and all(re.fullmatch(pattern, line) for line in messages(caplog))
+        caplog.clear()
+
     def point(synchronize: Callable[[], None], is_reached: bool = False) -> stream.Point:
         event = types.SimpleNamespace(query=lambda: is_reached, synchronize=synchronize)
         return stream.Point(event, types.ModuleType("device"), torch.device("meta"))
 
     stream.wait(point(until_said_twice), "gradients are there", host=True)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) >= 2
-    assert all(re.fullmatch(r"waiting for the device, \d+ s so far: gradients are there", line) for line in lines)
+    assert_said(r"waiting for the device, \d+ s so far: gradients are there")
     for thread in stall_threads():
         thread.join(60.0)  # it ends a moment after the wait
     threads: list[threading.Thread] = []
     stream.wait(point(lambda: threads.extend(stall_threads()), True), "gradients are there", host=True)
     assert not stall_threads() and not threads  # there is none for a point that has been reached
-    caplog.clear()
     background, task = worker.Worker(), worker.Task("the update of blocks.3")
     background.submit(task, until_said_twice)
     task.wait(wait_reasons.WEIGHTS_UPDATED)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) >= 2 and all(re.fullmatch(r"waiting for the update of blocks.3, \d+ s so far", x) for x in lines)
+    assert_said(r"waiting for the update of blocks.3, \d+ s so far")
     background.close()
 
 
@@ -265,13 +252,3 @@ def test_a_raw_loop_writes_every_step(tmp_path, device):
     detach_l2l(model)
     model.to("cpu")(**batch).loss.backward()
     assert read(file) == spans
-
-
-@cpu_suffices
-@pytest.mark.parametrize(
-    ("update", "options"),
-    [("deferred", {"prefetch": False}), ("eager", {"stash": "host", "ubatch_size": 3})],
-)
-def test_looking_changes_no_bit(update, options, tmp_path, device):
-    expected = train(steps=2, eps_update=update, **options)
-    assert_same_run(train(steps=2, eps_update=update, trace=str(tmp_path / "trace.json"), **options), expected)

@@ -26,6 +26,10 @@ class Block(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.factor = 1.0
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what a layer has beside."""
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         return h + self.scale(h) * self.b(torch.tanh(self.a(h)))
@@ -45,8 +49,7 @@ class DrawsFromNumpy(Block):
 
 
 class HasItsOwnGenerator(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def prepare(self) -> None:
         self.generator = torch.Generator().manual_seed(3)
 
     def scale(self, h: torch.Tensor) -> Any:
@@ -60,8 +63,7 @@ class Counts(Block):
 
 
 class CountsInABuffer(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def prepare(self) -> None:
         self.register_buffer("count", torch.zeros(()))
 
     def scale(self, h: torch.Tensor) -> Any:
@@ -78,8 +80,7 @@ class ReplacesItsBuffer(CountsInABuffer):
 class Centers(Block):
     """Reads a mean of what it was given before, and then updates it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def prepare(self) -> None:
         self.register_buffer("mean", torch.ones(WIDTH))
 
     def scale(self, h: torch.Tensor) -> Any:
@@ -89,28 +90,24 @@ class Centers(Block):
 
 
 class SpectralNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def prepare(self) -> None:
         self.a = spectral_norm(self.a)
 
 
 class WeightNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def prepare(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is the old one
             self.a = weight_norm(self.a)
 
 
 class Pruned(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def prepare(self) -> None:
         prune.l1_unstructured(self.a, "weight", 0.5)
 
 
 class ParametrizedSpectralNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def prepare(self) -> None:
         self.a = parametrizations.spectral_norm(self.a)
 
 
@@ -131,8 +128,11 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embed(x)
         for layer in self.layers:
-            h = layer(h)
+            h = self.run(layer, h)
         return self.head(h).square().mean()
+
+    def run(self, layer: nn.Module, h: torch.Tensor) -> Any:
+        return layer(h)
 
 
 DRAWING = (DrawsFromPython, DrawsFromNumpy, HasItsOwnGenerator)
