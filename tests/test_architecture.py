@@ -390,7 +390,7 @@ def test_the_walks_name_what_is_there():
 TESTS = sorted(p for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))
 
 OF_LIBRARIES = frozenset(
-    """_apply _buffers _clip_grad_norm _get_output_dir _load_best_model _modules _n_gpu _old_forward
+    """_apply _clip_grad_norm _get_output_dir _load_best_model _modules _n_gpu _old_forward
     _optimizer_step_post_hooks _parameters _repr_html_ _repr_png_ _save_checkpoint _save_rng_state _train_batch_size
     _version""".split()
 )
