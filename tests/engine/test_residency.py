@@ -285,10 +285,12 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_a_loop(*, plain: bool, layers: int = 3, accumulation: int = 1, **options: Any) -> tuple[Any, int]:
+def in_a_loop(
+    *, plain: bool, layers: int = 3, buffers: bool = True, accumulation: int = 1, **options: Any
+) -> tuple[Any, int]:
     """What AdamW leaves of a `Toy` with dropout and buffers in two steps, in plain torch on the device or layer to
     layer; and the operations of the second step."""
-    model = Toy(layers, buffers=True).train()
+    model = Toy(layers, buffers=buffers).train()
     batch = batch_for(model, masked=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if plain:
@@ -308,7 +310,7 @@ def in_a_loop(*, plain: bool, layers: int = 3, accumulation: int = 1, **options:
             optimizer.step()
             optimizer.zero_grad()
     run = run_of(model, optimizer, [each.item() for each in found])
-    assert plain or {b.device.type for b in model.buffers()} == {"cpu"}
+    assert plain or {b.device.type for b in model.buffers()} <= {"cpu"}
     return run, sum(counted.found.values())
 
 
@@ -325,7 +327,7 @@ def test_it_trains_as_plain_torch_on_the_device(mode, accumulation):
 def test_a_step_has_the_operations_of_plain_torch():
     """And a few more: inputs that go to the device, and the vote on the norm. Batches of several micro-batches, which
     run layer by layer, have many more."""
-    (_, expected), (_, found) = (in_a_loop(plain=plain, layers=32) for plain in (True, False))
+    (_, expected), (_, found) = (in_a_loop(plain=plain, layers=32, buffers=False) for plain in (True, False))
     assert expected <= found <= 1.05 * expected
 
 
