@@ -1,9 +1,11 @@
-"""Long rows: dense masks by name, those that no device could hold refused, and memory that is linear in the tokens."""
+"""Long rows: dense masks by name, those that no device could hold refused, memory that is linear in the tokens; and
+what else it grows with, by the formulas of `benchmarks/memory.py`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +14,35 @@ import torch
 import transformers as hf
 from torch import nn
 
+from benchmarks import memory
+from benchmarks.memory_runs import Case, measured
 from hf_l2l import L2LConfig, estimate
 from hf_l2l.compat import mask_functions
 from hf_l2l.runtime import stream
-from models import SMALL, attached, train_once
+from models import SMALL, attached, t5, train_once
 from runs import attach
 from tiers import ALL, more, nightly
 from training import settled_memory
 
-WIDTH, ROWS, TOKENS = 16, 4, 32
-SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 1}
+ROWS, TOKENS = 4, 32
 DENSE = ROWS * TOKENS * TOKENS
 """Entries of a mask for all rows."""
 
 
 def llama(kind: str = "sdpa", *, tokens: int = TOKENS, **more: Any) -> nn.Module:
-    config = hf.LlamaConfig(**{**SIZES, **more}, max_position_embeddings=tokens)
+    config = hf.LlamaConfig(**{**SMALL, "num_key_value_heads": 1, **more}, max_position_embeddings=tokens)
     return hf.LlamaForCausalLM._from_config(config, attn_implementation=kind)
 
 
 def gemma(kind: str = "sdpa") -> nn.Module:
     """Two layers with a sliding window, and two with full attention."""
-    sizes = {**SIZES, "num_hidden_layers": 4}
-    layers = ["sliding_attention", "full_attention"] * 2
-    config = hf.Gemma3TextConfig(**sizes, head_dim=8, sliding_window=8, layer_types=layers)
+    sizes = {**SMALL, "num_key_value_heads": 1, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 8}
+    config = hf.Gemma3TextConfig(**sizes, layer_types=["sliding_attention", "full_attention"] * 2)
     return hf.Gemma3ForCausalLM._from_config(config, attn_implementation=kind)
 
 
 def bert(kind: str = "sdpa") -> nn.Module:
     return hf.BertForMaskedLM._from_config(hf.BertConfig(**SMALL), attn_implementation=kind)
-
-
-def t5(kind: str = "eager") -> nn.Module:
-    config = hf.T5Config(d_model=WIDTH, d_ff=32, num_layers=2, num_heads=2, d_kv=8, vocab_size=60)
-    config.decoder_start_token_id = 0
-    return hf.T5ForConditionalGeneration._from_config(config, attn_implementation=kind)
 
 
 def rows_of(tokens: int = TOKENS, *, count: int = ROWS, padded: bool = False) -> dict[str, torch.Tensor]:
@@ -66,14 +62,12 @@ MASKS: dict[str, tuple[Callable[[str], nn.Module], str, dict[str, torch.Tensor],
     "window": (gemma, "sdpa", rows_of(), TOKENS * TOKENS),
     "window and full": (gemma, "eager", rows_of(padded=True), 2 * 4 * DENSE),
     # Of each stack, the bias of positions of two heads, which the layer above gets with the mask in it; at least.
-    "t5": (t5, "eager", rows_of(), 2 * TOKENS * TOKENS * 4),
+    "t5": (lambda kind: t5(), "eager", rows_of(), 2 * TOKENS * TOKENS * 4),
 }
 
 
 @nightly
-@pytest.mark.parametrize(
-    "name", [name for name in MASKS if ALL or name in ("none", "causal", "window and full", "t5")]
-)
+@pytest.mark.parametrize("name", MASKS)
 def test_a_dense_mask_is_a_line_of_the_report(name):
     """Once for all layers and micro-batches, as long as the graph lives."""
     make, kind, batch, expected = MASKS[name]
@@ -172,7 +166,7 @@ def bytes_per_token(width: int, inner: int, head: int) -> int:
 
 
 @nightly
-@pytest.mark.parametrize(("width", "inner", "heads"), [(64, 172, 2), *more((128, 512, 2))])
+@pytest.mark.parametrize(("width", "inner", "heads"), [(64, 172, 2), (128, 512, 2)])
 def test_bytes_per_token_in_one_layer(width, inner, heads):
     """In proportion: attention that is fused keeps nothing for pairs of tokens."""
     sizes = {"hidden_size": width, "intermediate_size": inner}
@@ -184,20 +178,55 @@ def test_bytes_per_token_in_one_layer(width, inner, heads):
 
 def test_a_context_of_512k_tokens_by_shapes():
     """The figures of docs/memory.md, for a model that is not there."""
-    tokens, gib = 512 * 1024, 2**30
+    tokens = 512 * 1024
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig())
-    config = model.config
-    need = estimate(model, L2LConfig(device="sim", cmp="bf16"))
+    config, need = model.config, estimate(model, L2LConfig(device="sim", cmp="bf16"))
     passed = tokens * config.hidden_size * 2
-    row = tokens * bytes_per_token(config.hidden_size, config.intermediate_size, config.head_dim)
     found = {
         "host, masters, gradients, moments, copies": need.host_bytes,
         "host, stash": config.num_hidden_layers * passed,
         "host, what passes between layers, at most": 3 * passed,
         "device, shell and slots": need.device_bytes,
-        "device, one row": row,
+        "device, one row": tokens * bytes_per_token(config.hidden_size, config.intermediate_size, config.head_dim),
     }
     text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     for name, size in found.items():
-        assert f"| {name} | {size / gib:.1f} GiB |" in text, f"{name}: {size / gib:.1f}"
+        assert f"| {name} | {size / 2**30:.1f} GiB |" in text, f"{name}: {size / 2**30:.1f}"
+
+
+# ---- memory against depth, rows, words and tokens
+
+
+TINY = Case("l2l", layers=2, hidden=32, vocab=200, rows=8, tokens=16, ubatch=4)
+SIM = torch.device("sim")
+
+
+def peaks(case: Case, grows: str, sizes: tuple[int, ...]) -> list[Any]:
+    """Bytes of the first and the second step, of each size."""
+    return [measured(replace(case, **{grows: size}), SIM)["peaks"] for size in sizes]
+
+
+def test_depth_costs_nothing():
+    # The comparison of recomputes has some numbers for each layer.
+    found = peaks(replace(TINY, options={"check_recompute": "off"}), "layers", (6, 48) if ALL else (2, 4))
+    assert found[0] == found[1], "in the first step and in the second one"
+
+
+@nightly
+@pytest.mark.parametrize(
+    ("grows", "slope", "sizes", "rel", "hidden"),
+    [
+        # Once tokens fill a few chunks of logits: while one is computed, the hidden states of others travel.
+        ("rows", memory.per_row, (32, 64, 256), 0.01, 32),
+        ("vocab", memory.per_word, (1000, 16000, 128000), 0.05, 128),
+        ("tokens", memory.per_token, (2**13, 2**15, 2**16), 0.05, 32),
+    ],
+)
+def test_device_memory_grows_as_the_formula_says(grows, slope, sizes, rel, hidden):
+    """A row costs its ids, labels and losses, a word its weights, gradients and one chunk of logits, and a token what
+    one layer takes."""
+    case = replace(memory.LONG if grows == "tokens" else replace(TINY, rows=24), hidden=hidden)
+    first, *others = (each[-1] for each in peaks(case, grows, sizes))
+    for size, found in zip(sizes[1:], others, strict=True):
+        assert (found - first) / (size - sizes[0]) == pytest.approx(slope(case, SIM), rel=rel)

@@ -1,4 +1,5 @@
-"""What a placement takes of the device, and what of a step travels, on the simulated accelerator: bytes by name."""
+"""What a placement takes of the device, and what of a step travels, by name and by the boundary: bytes, on the
+simulated accelerator."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, estimate
-from hf_l2l.testing import enable_simulated_accelerator, page_locked_bytes
-from models import Toy, batch_for, train_once
+from hf_l2l.testing import enable_simulated_accelerator, page_locked_bytes, sim_copies
+from memory_switches import poisoned_releases
+from models import Toy, attached, batch_for, gradients, reference, relative_error, train_once
 from placements import LAYERS, PLACEMENTS, traffic, travelling_bytes
 from runs import OPTIMIZERS, attach, config_for
 from tiers import more, nightly
@@ -93,11 +96,12 @@ def test_what_they_take_has_a_name_and_an_estimate(name, options):
 
 @nightly
 def test_slots_are_of_the_largest_streamed_layer_and_of_no_layer_that_stays():
+    """Nor is anything stashed of layers with kept graphs."""
     found = {}
     for name, options in {
         "streamed": {},
         "first": {"resident_layers": 1},
-        "all": {"resident": "all"},
+        "all": {"resident": "all", "kept_graphs": 3, "stash": "host"},
         "all keep": {"kept_weights": 3, "gradient_slots": 1},
     }.items():
         model = Toy(tied=False)
@@ -106,28 +110,18 @@ def test_slots_are_of_the_largest_streamed_layer_and_of_no_layer_that_stays():
         model(**batch).loss.backward()
         found[name] = eps.memory_report()["device"]["slots"]["now"]
         optimizer.step()
+        assert name != "all" or eps.memory_report()["host"]["stash"]["peak"] == 0
     large = travelling_bytes(model.blocks[0])
     assert found["first"] < found["streamed"] / 10 and found["all"] == 0
     assert found["all keep"] == large and found["streamed"] == 4 * large
 
 
 @nightly
-def test_of_layers_with_kept_graphs_nothing_is_stashed():
-    model, eps, optimizer, batch = attach(stash="host", kept_graphs=3, resident="shell")
-    model(**batch).loss.backward()
-    optimizer.step()
-    loss = model(**batch).loss
-    assert eps.memory_report()["host"]["stash"]["peak"] == 0
-    loss.backward()
-
-
-@nightly
-@pytest.mark.parametrize(("kept", "boundary"), [(1, "host"), *more((3, "device"))])
-def test_inputs_that_stay_do_not_travel(kept, boundary):
+def test_inputs_that_stay_do_not_travel():
     """Of four layers, the inputs of the first ones go to the host and come back, one micro-batch after the other."""
-    seen, width = [], 32
+    seen, width, kept = [], 32, 3
     for on_device in (0, kept):
-        model, eps, _, batch = attach(Toy(4, width), stash="host", boundary=boundary, device_stash=on_device)
+        model, eps, _, batch = attach(Toy(4, width), stash="host", boundary="host", device_stash=on_device)
         for _ in range(2):
             train_once(model, batch)
         losses: list[torch.Tensor] = []
@@ -145,19 +139,16 @@ def test_a_call_without_a_backward_frees_its_memory(options):
     model(**batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    with torch.no_grad():
-        model(**batch)
-    held, locked = settled_memory(), set()
-    for _ in range(3):
-        loss = model(**batch).loss
-        assert settled_memory() > held
+    held, locked = None, set()
+    for grad in (False, True, True, True, False):
+        with torch.set_grad_enabled(grad):
+            loss = model(**batch).loss
+        assert not grad or settled_memory() > held
         del loss
+        held = held or settled_memory()
         assert settled_memory() == held
-        locked.add(page_locked_bytes())
-    assert len(locked) == 1
-    with torch.no_grad():
-        model(**batch)
-    assert settled_memory() == held
+        locked.add(page_locked_bytes() if grad else None)
+    assert len(locked) == 2
 
 
 @nightly
@@ -198,3 +189,95 @@ def test_weights_that_do_not_fit_go_back_to_the_host():
     assert "resident='shell'" in raised.value.__notes__[-1]
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     attach(model, resident="shell")
+
+
+# ---- the boundary on the host
+
+
+WIDTH, TOKENS = 64, 16
+A = TOKENS * WIDTH * 4
+"""Bytes of one layer output per row."""
+
+
+def stack(layers: int, ubatch_size: int = 2, **options: Any) -> nn.Module:
+    """The layers of a BERT alone: what grows with the device batch is theirs."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": layers, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = hf.BertConfig(**sizes, intermediate_size=2 * WIDTH, attn_implementation="sdpa")
+    model = hf.models.bert.modeling_bert.BertEncoder(config).eval()
+    return attached(model, ubatch_size=ubatch_size, stash="host", **options)
+
+
+def peak(rows: int, *, layers: int = 3, **options: Any) -> int:
+    """Bytes of the device at the peak of a forward and backward; the gradient of the output is one number."""
+    model, inputs = stack(layers, **options), torch.randn(rows, TOKENS, WIDTH)
+    for _ in range(2):
+        settled_memory()
+        torch.accelerator.reset_peak_memory_stats()
+        output = model(inputs).last_hidden_state
+        output.backward(torch.ones((), device="sim").expand(rows, TOKENS, WIDTH))
+        del output
+    return int(torch.accelerator.max_memory_allocated())
+
+
+@nightly
+def test_layers_need_memory_for_one_micro_batch():
+    """What is left of the device batch are the inputs, and the output of the last layer; depth costs nothing."""
+    few = {boundary: peak(4, boundary=boundary) for boundary in ("device", "host")}
+    on_device, on_host = ((peak(8, boundary=b) - few[b]) / 4 / A for b in ("device", "host"))
+    assert on_host <= 2.02 < on_device, f"{on_host:.2f} layer outputs per row, on the device {on_device:.2f}"
+    assert peak(4, layers=4, boundary="host") == few["host"]
+
+
+@nightly
+def test_each_row_travels_once_in_each_direction():
+    """Per layer: its output down, and up for the next layer; in the backward its input up once more, and gradients.
+    Layer 0 gets a device tensor, which is stashed, and whose gradient stays there; layer 3 returns one."""
+    model = stack(4, boundary="host")
+    inputs, weights = torch.randn(8, TOKENS, WIDTH), travelling_bytes(model.layer[0])
+
+    def step() -> None:
+        model.zero_grad()
+        model(inputs).last_hidden_state.sum().backward()
+
+    step()
+    found = traffic(step)
+    assert found["upload"] == (3 + 4 + 3) * 8 * A + 6 * weights
+    assert (3 + 1 + 3) * 8 * A + 4 * weights <= found["download"] < (3 + 1 + 3) * 8 * A + 4 * weights + A
+
+
+@nightly
+@pytest.mark.parametrize("size", ["64MiB", None, "64GiB"])
+def test_auto_is_the_host_where_the_device_is_small(size):
+    """And the device where it does not say how much memory it has. The output of a layer has 3 MiB."""
+    rows, kinds = 2**20 // A * 3, []
+    enable_simulated_accelerator(size)
+    model = stack(2, rows // 4)
+    model.layer[0].register_forward_hook(lambda module, args, output: kinds.append(type(output)))
+    model(torch.randn(rows, TOKENS, WIDTH))
+    assert [kind is torch.Tensor for kind in kinds] == [size != "64MiB"]
+    enable_simulated_accelerator()
+
+
+@pytest.mark.parametrize("where", ["download", "upload"])
+def test_a_transfer_that_fails_leaves_the_model_usable(where, monkeypatch):
+    model, _, _, batch = attach(Toy(dropout=0.0), ubatch_size=2, stash="host", boundary="host")
+    _, expected = reference(model, batch)
+    copy_, seen = sim_copies.copy, []
+
+    def failing(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        down = target.device.type == "cpu"
+        if source.dim() == 3 and source.shape[0] == 2 and down == (where == "download"):
+            seen.append(1)
+            if len(seen) == 3:
+                raise RuntimeError("the link is gone")
+        copy_(source, target, *rest)
+
+    with poisoned_releases():
+        with monkeypatch.context() as patch:
+            patch.setattr(sim_copies, "copy", failing)
+            with pytest.raises(RuntimeError, match="the link is gone"):
+                train_once(model, batch)
+        model.zero_grad()
+        train_once(model, batch)
+    assert relative_error(gradients(model), expected) <= 1e-6
