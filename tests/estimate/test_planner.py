@@ -19,7 +19,7 @@ from benchmarks import budget_curve
 from hf_l2l import L2LConfig
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.plan.layer_probe import with_layer_rates
-from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, time_of
+from hf_l2l.plan.planner import BudgetError, make_plan, needed, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Cost, Rates, step_time
 from hf_l2l.shapes.inputs import example_inputs
@@ -27,51 +27,42 @@ from models import FAMILIES
 from tiers import more, nightly
 
 RATES = Rates(flops=1.0, link_up=1.0, link_down=1.0, adamw=1.0, device_adamw=1.0)
-NOTHING = Cost()
 
 
-def test_computing_alone_is_its_operations():
-    layers = [Cost(forward_flops=2, backward_flops=6)] * 3
-    found = step_time(layers, Cost(forward_flops=1, backward_flops=2), RATES)
-    assert (found.seconds, found.forward, found.backward, found.bound) == (27, 7, 20, "compute")
+NOTHING, SHELL = Cost(), Cost(forward_flops=1, backward_flops=2)
+ALONE = Cost(forward_flops=2, backward_flops=6)
+UPLOADED = [Cost(forward_flops=4, backward_flops=8, forward_up=3, backward_up=up) for up in (3, 0, 0)]
+UPDATED = Cost(forward_flops=10, backward_flops=10, forward_up=1, parameters=5)
+LONG_UPDATE, SHORT_UPDATE = replace(UPDATED, parameters=50), replace(UPDATED, parameters=20)
+SUMMED = Cost(forward_flops=1, backward_flops=4, backward_down=3)
+RESIDENT = Cost(forward_flops=10, backward_flops=10, on_device=1)
 
 
-def test_uploads_run_beside_layers():
-    """The first upload is waited for, the others are hidden: the backward has the last two layers in their slots.
-    Without overlap, every upload is waited for."""
-    layers = [Cost(forward_flops=4, backward_flops=8, forward_up=3, backward_up=up) for up in (3, 0, 0)]
-    found = step_time(layers, NOTHING, RATES)
-    assert (found.forward, found.backward) == (3 + 12, 24)
-    slow = step_time(layers, NOTHING, replace(RATES, link_up=0.1))
-    assert slow.bound == "upload" and slow.forward == 3 * 30 + 4
-    assert step_time(layers, NOTHING, RATES, prefetches=False).seconds == 3 * (3 + 4) + 3 * 8 + 3
+@pytest.mark.parametrize(
+    ("layers", "shell", "link_up", "forward", "backward", "bound"),
+    [
+        ([ALONE] * 3, SHELL, 1.0, 1 + 6, 2 + 18, "compute"),
+        # The first upload is waited for, the others are hidden: the backward has the last two layers in their slots.
+        (UPLOADED, NOTHING, 1.0, 3 + 12, 24, "compute"),
+        (UPLOADED, NOTHING, 0.1, 3 * 30 + 4, 8 + 30 + 8, "upload"),
+        # Updates run under the forward, layer by layer in its order: the first waits for its update and its upload.
+        ([UPDATED] * 4, NOTHING, 1.0, 5 + 1 + 40, 40, "compute"),
+        ([LONG_UPDATE] * 4, NOTHING, 1.0, 4 * 50 + 1 + 10, 40, "update"),
+        # With two slots for sums, the tail of a backward is one download; a slow link bounds the sweep.
+        ([SUMMED] * 3, NOTHING, 1.0, 3, 3 * 4 + 3, "compute"),
+        ([replace(SUMMED, backward_down=40)] * 3, NOTHING, 1.0, 3, 4 + 3 * 40, "download"),
+        # What is resident computes while the others are updated, and is updated on the device.
+        ([RESIDENT] * 2 + [SHORT_UPDATE] * 2, NOTHING, 1.0, 2 * 20 + 1 + 10, 40 + 2, "compute"),
+    ],
+)
+def test_the_time_of_a_step(layers, shell, link_up, forward, backward, bound):
+    found = step_time(layers, shell, replace(RATES, link_up=link_up))
+    assert (found.seconds, found.forward, found.backward) == (forward + backward, forward, backward)
+    assert found.bound == bound
 
 
-def test_updates_run_under_the_next_forward():
-    """Layer by layer, in the order in which the forward needs them."""
-    layers = [Cost(forward_flops=10, backward_flops=10, forward_up=1, parameters=5)] * 4
-    hidden = step_time(layers, NOTHING, RATES)
-    assert hidden.forward == 5 + 1 + 40, "the first layer waits for its update and its upload"
-    exposed = step_time([replace(each, parameters=50) for each in layers], NOTHING, RATES)
-    assert exposed.forward == 4 * 50 + 1 + 10 and exposed.bound == "update"
-
-
-def test_gradients_leave_while_other_layers_compute():
-    """With two slots for sums, the tail is one download; a slow link bounds the sweep."""
-    layers = [Cost(forward_flops=1, backward_flops=4, backward_down=3)] * 3
-    assert step_time(layers, NOTHING, RATES).backward == 3 * 4 + 3
-    slow = step_time([replace(each, backward_down=40) for each in layers], NOTHING, RATES)
-    assert slow.backward == 4 + 3 * 40 and slow.bound == "download"
-
-
-def test_what_is_resident_waits_for_nothing():
-    """It computes while the others are updated, and is updated on the device."""
-    streamed = Cost(forward_flops=10, backward_flops=10, forward_up=1, parameters=20)
-    resident = Cost(forward_flops=10, backward_flops=10, on_device=1)
-    found = step_time([resident, resident, streamed, streamed], NOTHING, RATES)
-    assert found.forward == 2 * 20 + 1 + 10, "the last layer waits for the second update"
-    assert found.backward == 40 + 2
-    assert found.seconds < step_time([streamed] * 4, NOTHING, RATES).seconds
+def test_without_overlap_every_upload_is_waited_for():
+    assert step_time(UPLOADED, NOTHING, RATES, prefetches=False).seconds == 3 * (3 + 4) + 3 + 3 * 8
 
 
 def test_steps_repeat():
@@ -158,14 +149,6 @@ def run_of(layers: int = 2, width: int = 64, **options: Any) -> RunShapes:
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config)
     return RunShapes(model, L2LConfig(**options), example_inputs(model, ROWS, 64))
-
-
-def test_budgets_are_sizes_with_their_units():
-    known = {"8GiB": 8 * 2**30, "8 GB": 8 * 10**9, "0.5GiB": 2**29, "512mib": 2**29, "9B": 9}
-    assert {text: parse_budget(text) for text in known} == known
-    for text in ("8", "GiB", "8 bananas", "-1GiB", "0GB", "", 8):
-        with pytest.raises(ValueError, match="with its unit"):
-            parse_budget(text)
 
 
 def test_a_budget_that_no_choice_meets_names_the_smallest():

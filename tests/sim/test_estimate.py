@@ -190,9 +190,6 @@ def test_dropout_is_counted_and_frozen_weights_have_no_sums(kind):
     assert 0.97 < before["total"]["peak"] / after["total"]["peak"] < 1.03
 
 
-# ---- of several devices
-
-
 @pytest.fixture(autouse=True)
 def _no_limit_afterwards() -> Iterator[None]:
     yield
@@ -303,9 +300,6 @@ def test_steps_take_the_time_of_the_model(name):
     fresh = deep(4)
     run = RunShapes(fresh, config, batch, optimizer=adamw(fresh))
     assert time_of(run, config, given).seconds == pytest.approx(ends[-1] - ends[-2], rel=0.02)
-
-
-# ---- the memory of a plan
 
 
 def train(model: nn.Module, batch: dict[str, torch.Tensor], config: L2LConfig, capacity: float) -> None:

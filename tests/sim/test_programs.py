@@ -113,9 +113,6 @@ def test_lanes_need_the_memory_filled(monkeypatch):
     torch.sim.synchronize()
 
 
-# ---- hf-l2l
-
-
 def test_env_has_the_device_and_page_locking(capsys, monkeypatch):
     before = page_locked_bytes()
     found = ran(capsys, "env", "--json").json
@@ -148,9 +145,6 @@ def test_verify_runs_the_layers_there_if_asked(tmp_path, capsys, monkeypatch):
         assert (torch.sim.max_memory_allocated() > held) == (device == "sim:0")
 
 
-# ---- run_glue_l2l.py
-
-
 @needs_datasets
 @pytest.mark.usefixtures("datasets_cache")
 def test_too_small_a_device_is_said_in_one_line(tiny_model, tmp_path, capsys):
@@ -164,9 +158,6 @@ def test_too_small_a_device_is_said_in_one_line(tiny_model, tmp_path, capsys):
     assert last.startswith("run_glue_l2l.py: out of memory: the simulated accelerator is out of memory.")
     assert last.endswith("; try a smaller --ubatch_size, or --stash host")
     assert "Traceback" not in said
-
-
-# ---- the memory of the device
 
 
 def wait_for_samples(trace: DeviceMemoryTrace, count: int) -> None:
@@ -201,9 +192,6 @@ def test_a_trace_shows_memory_come_and_go():
             raise RuntimeError("on purpose")
         assert "l2l-memory-trace" not in [thread.name for thread in threading.enumerate()]
         assert trace.device_bytes == [before] and trace.peak_bytes == before + 4 * count
-
-
-# ---- documents
 
 
 BLOCKS = [block for block in PYTHON if is_simulated(block) and (ALL or block.file == README)]
@@ -252,10 +240,10 @@ def test_precisions_are_compared_and_no_run_is_made_twice(tiny_model: str, tmp_p
         write(tmp_path / "rte" / f"{split}.csv", pairs)
     options = ["--data", str(tmp_path), "--model", tiny_model, "--rows", "8", "--seeds", "3", "--tasks", "rte"]
     options += ["--out", str(tmp_path / "result.md"), "--precisions"]
-    cmp_glue.main([*options, "fp32"])
-    assert capsys.readouterr().err.count("seed 3: accuracy") == 1
-    full, half = cmp_glue.main([*options, "fp32", "fp16"])["runs"]
-    assert capsys.readouterr().err.count("seed 3: accuracy") == 1
+    for precisions in (["fp32"], ["fp32", "fp16"]):
+        runs = cmp_glue.main([*options, *precisions])["runs"]
+        assert capsys.readouterr().err.count("seed 3: accuracy") == 1
+    full, half = runs
     assert (full["loss_scale"], half["loss_scale"]) == (None, 2.0**16)
     assert half["losses"] != full["losses"]
     assert half["losses"] == pytest.approx(full["losses"], rel=1e-2), "another head, or other rows"
@@ -283,12 +271,11 @@ def test_trainings_and_a_profile_are_rehearsed(tmp_path: Path, monkeypatch: pyte
     rows = gpu_rows.read(tmp_path / "gpu.jsonl")
     [whole, planned], [profile] = gpu_report.of_kind(rows, "case"), gpu_report.of_kind(rows, "profile")
     assert planned["plan"].startswith("plan for 57.6 GiB of device memory: ") and planned["tokens"] == 128
-    assert planned["expected"]["step_s"] > 0 and planned["expected"]["host_bytes"] > 0
-    assert planned["device_bytes"] == pytest.approx(planned["expected"]["device_bytes"], rel=0.1)
-    assert whole["device_bytes"] == pytest.approx(whole["expected"].pop("device_bytes"), rel=0.1)
-    assert not whole["expected"], "the package has no other estimate of `Trainer`"
-    assert profile["seconds"] > 0
+    assert planned["expected"]["step_s"] > 0 and planned["expected"]["host_bytes"] > 0 and profile["seconds"] > 0
     text = gpu_report.page([row for row in rows if row is not whole], "python3 benchmarks/gpu.py")
+    for case in (planned, whole):
+        assert case["device_bytes"] == pytest.approx(case["expected"].pop("device_bytes"), rel=0.1)
+    assert not whole["expected"], "the package has no other estimate of `Trainer`"
     [estimated] = columns(text.partition("## What bounds them")[2].partition("\n- ")[0])
     assert all("estimate" in cell for cell in estimated[3:])
     with zipfile.ZipFile(tmp_path / "traces.zip") as packed:
@@ -305,11 +292,10 @@ def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
     assert capsys.readouterr().err.count("depth ") == 6
     rows = memory.main([*options, "--questions", "depth", "vocabulary"])["rows"]
     printed = capsys.readouterr()
-    assert printed.err.count("depth ") == 0 and printed.err.count("vocabulary ") == 6
+    assert (printed.err.count("depth "), printed.err.count("vocabulary ")) == (0, 6)
     text, last = printed.out.removesuffix("\n").rsplit("\n", 1)
-    assert json.loads(last)["rows"] == rows
+    assert json.loads(last)["rows"] == rows and "The device is simulated" in text
     assert files["out"].read_text() == text and files["picture"].read_bytes().startswith(b"\x89PNG")
-    assert "The device is simulated" in text
     for section in text.split("## ")[3:5]:
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "%" in line]
         assert len(cells) == 2
