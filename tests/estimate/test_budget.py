@@ -232,16 +232,3 @@ def test_the_interpreter_is_the_one_that_runs(tmp_path, monkeypatch):
     for runs, typed in {"bin/python": "python", ".venv/bin/python": ".venv/bin/python", "/other/python": None}.items():
         monkeypatch.setattr(sys, "executable", str(Path(tmp_path, runs)))
         assert python() == (typed or runs)
-
-
-def test_a_program_without_the_flags_of_the_trainer_sets_options(monkeypatch):
-    known = {
-        "device_memory_budget='6GiB'": {"device_memory_budget": "6GiB"},
-        "without stash, boundary": {"stash": None, "boundary": None},
-        "stash='host', and without boundary": {"stash": "host", "boundary": None},
-    }
-    for argv in (["pytest"], ["train.py", "--lr", "1"], [], ["-c"]):
-        monkeypatch.setattr(sys, "argv", argv)
-        assert {with_options(changes): changes for changes in known.values()} == known
-    with options_of_the_trainer():
-        assert with_options({"boundary": "host"}) == "l2l_boundary='host'"

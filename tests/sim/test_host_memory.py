@@ -7,7 +7,7 @@ import gc
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
 from models import Toy, assert_same_bits, batch_for, gpt2, gradients, reference, relative_error, train_once
 from runs import OPTIMIZERS, Run, assert_same_run, attach, config_for, train
-from tiers import combinations, more, nightly
+from tiers import combinations, more
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,10 @@ def settled(expected: int) -> int:
     return page_locked_bytes()
 
 
+def copies_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 def on_sim(model: nn.Module | None = None, **options: Any) -> nn.Module:
     model = Toy(2, dropout=0.0) if model is None else model
     attach_l2l(model, config_for(model, device="sim", **options))
@@ -48,7 +52,7 @@ def on_sim(model: nn.Module | None = None, **options: Any) -> nn.Module:
 
 def trains_as_plain(model: nn.Module) -> None:
     """Gradients and updates, also of weights that were just loaded."""
-    batch = batch_of(model)
+    batch = batch_for(model, masked=False)
     for _ in range(2):
         model.zero_grad()
         _, expected = reference(model, batch)
@@ -57,40 +61,29 @@ def trains_as_plain(model: nn.Module) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def batch_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return batch_for(model, masked=False)
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def grads(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-# ---- masters
 
 
 def test_masters_stay_the_same_objects_in_memory_of_exact_size():
     """With the same bits and a storage each. Torch's own allocator would take 1.5 times as much for these shapes."""
     model = Toy(2, width=192)
-    objects, values = list(model.parameters()), weights_of(model)
+    objects, values = list(model.parameters()), copies_of(model)
     on_sim(model)
     assert all(a is b for a, b in zip(model.parameters(), objects, strict=True))
-    assert_same_bits(weights_of(model), values)
+    assert_same_bits(copies_of(model), values)
     assert len({p.untyped_storage().data_ptr() for p in objects}) == len(objects), "tied ones moved once"
     assert model.head.weight is model.embed.weight
     assert all(p.is_leaf and p.requires_grad and p.is_pinned() for p in objects)
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in objects)
     needed = sum(p.nbytes for p in objects)
     assert needed <= page_locked_bytes() <= 1.1 * needed
-    train_once(model, batch_of(model))
+    train_once(model, batch_for(model, masked=False))
     assert 2 * needed <= page_locked_bytes() <= 1.1 * 2 * needed
     assert len(grads(model)) == len(objects) and all(g.is_pinned() for g in grads(model))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert not any(p.is_pinned() for p in other.parameters()), "a copy is in ordinary memory"
-        assert_same_bits(weights_of(other), values)
+        assert_same_bits(copies_of(other), values)
 
 
 class Odd(nn.Module):
@@ -139,29 +132,25 @@ def test_files_are_as_large_as_before_and_hold_the_same(tmp_path):
     assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
 
 
-def views_of_one(one: nn.Linear, other: nn.Linear) -> None:
-    both = torch.randn(20, 8)
-    one.weight, other.weight = nn.Parameter(both[:16]), nn.Parameter(both[4:])
-
-
-def buffer_view(one: nn.Linear, other: nn.Linear) -> None:
-    other.register_buffer("first_row", one.weight.data[0])
-    other.weight = nn.Parameter(one.weight.data)
-
-
-@pytest.mark.parametrize("share", [views_of_one, buffer_view])
-def test_parameters_that_share_memory_stay_where_they_are_and_share(share):
-    model = Toy(2, dropout=0.0)
-    share(model.blocks[0].up, model.blocks[1].up)
-    both = one, other = model.blocks[0].up.weight, model.blocks[1].up.weight
-    before = [each.data_ptr() for each in both]
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_parameters_that_share_memory_stay_where_they_are_and_share(is_buffer):
+    """Two views of one tensor, or two that are the same and a buffer that is a view."""
+    model, both = Toy(2, dropout=0.0), torch.randn(20, 8)
+    first, second = model.blocks[0].up, model.blocks[1].up
+    if is_buffer:
+        second.register_buffer("first_row", first.weight.data[0])
+        second.weight = nn.Parameter(first.weight.data)
+    else:
+        first.weight, second.weight = nn.Parameter(both[:16]), nn.Parameter(both[4:])
+    shared = one, other = first.weight, second.weight
+    before = [each.data_ptr() for each in shared]
     on_sim(model)
-    assert [each.data_ptr() for each in both] == before and not any(each.is_pinned() for each in both)
-    assert model.blocks[0].up.bias.is_pinned() and model.blocks[1].down.weight.is_pinned()
+    assert [each.data_ptr() for each in shared] == before and not any(each.is_pinned() for each in shared)
+    assert first.bias.is_pinned() and model.blocks[1].down.weight.is_pinned()
     with torch.no_grad():
         one.fill_(2.0)
     assert (other == 2.0).any()
-    train_once(model, batch_of(model))
+    train_once(model, batch_for(model, masked=False))
     assert one.grad.data_ptr() != other.grad.data_ptr()
 
 
@@ -179,26 +168,18 @@ def test_shared_memory_is_not_locked_and_a_model_that_is_shared_after_attach_tra
     trains_as_plain(model)
 
 
-KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
-    "flat": lambda weight: weight.view(-1),
-    "detached rows": lambda weight: weight.detach()[1:],
-    "in a container": lambda weight: [{"first": weight.data}],
-}
-
-
 @pytest.mark.parametrize("disk", [False, True])
 def test_views_that_modules_keep_have_the_values_of_their_weight(disk, tmp_path):
     """Also after training, and in a module that is no layer."""
     model = Toy(2, dropout=0.0)
-    kept_of = ((model, model.embed), (model.blocks[1], model.blocks[1].up))
-    for module, owner in kept_of:
-        module.kept = {name: keep(owner.weight) for name, keep in KEEP.items()}
+    owners = {model: model.embed.weight, model.blocks[1]: model.blocks[1].up.weight}
+    for module, weight in owners.items():
+        module.flat, module.rows, module.container = weight.view(-1), weight.detach()[1:], [{"first": weight.data}]
 
     def check_views() -> None:
-        for module, owner in kept_of:
-            for name, kept in module.kept.items():
-                kept = kept if isinstance(kept, torch.Tensor) else kept[0]["first"]
-                assert torch.equal(kept.flatten(), owner.weight.flatten()[-kept.numel() :]), name
+        for module, weight in owners.items():
+            for kept in (module.flat, module.rows, module.container[0]["first"]):
+                assert torch.equal(kept.flatten(), weight.flatten()[-kept.numel() :])
 
     options = {"state_tier": "disk", "state_dir": str(tmp_path)} if disk else {}
     model, eps, optimizer, batch = attach(model, OPTIMIZERS["SGD"], eps_update="deferred", **options)
@@ -215,15 +196,12 @@ def test_views_that_modules_keep_have_the_values_of_their_weight(disk, tmp_path)
         on_sim(model, resident_layers=2)
 
 
-# ---- what else is done to models
-
-
 @pytest.mark.parametrize("assign", [True, *more(False)])
 def test_weights_loaded_after_attach_are_trained_with(assign):
     """With `assign`, parameters that are gone from the model are not kept, nor is the memory of their gradients."""
     model, other = on_sim(), {name: torch.randn_like(p) for name, p in Toy(2).state_dict().items()}
     other["head.weight"] = other["embed.weight"]
-    train_once(model, batch_of(model))
+    train_once(model, batch_for(model, masked=False))
     model.zero_grad()
     locked = page_locked_bytes()
     model.load_state_dict({name: value.clone() for name, value in other.items()}, assign=assign)
@@ -233,54 +211,23 @@ def test_weights_loaded_after_attach_are_trained_with(assign):
     assert assign or settled(locked) == locked
 
 
-# ---- how long
-
-
 def test_detach_makes_it_ordinary_memory_and_attach_locks_it_again():
     model = on_sim(stash="host", ubatch_size=3)
-    batch = batch_of(model)
+    batch = batch_for(model, masked=False)
     train_once(model, batch)
-    locked, values, sums = page_locked_bytes(), weights_of(model), gradients(model)
+    locked, values, sums = page_locked_bytes(), copies_of(model), gradients(model)
     detach_l2l(model)
     assert page_locked_bytes() == 0 and not any(t.is_pinned() for t in [*model.parameters(), *grads(model)])
-    assert_same_bits(weights_of(model), values)
+    assert_same_bits(copies_of(model), values)
     assert_same_bits(gradients(model), sums)
     model.zero_grad()
-    on_sim(model, stash="host", ubatch_size=3)
-    train_once(model, batch)
+    train_once(on_sim(model, stash="host", ubatch_size=3), batch)
     assert page_locked_bytes() == locked
     assert_same_bits(gradients(model), sums)
     kept = model.head.bias.grad
     del model
     of_one = -(-kept.nbytes // 256) * 256  # a parameter of the shell has a piece of its own
     assert settled(of_one) == of_one, "what the user holds is still there"
-
-
-@nightly
-def test_gradients_have_the_same_memory_in_every_step():
-    """But for one that something still refers to."""
-    model, _, optimizer, batch = attach(Toy(2, dropout=0.0), OPTIMIZERS["SGD"])
-    train_once(model, batch)
-    before = [g.data_ptr() for g in grads(model)]
-    for end in (optimizer.step, optimizer.zero_grad, model.zero_grad, optimizer.step):
-        end()
-        assert not grads(model)
-        train_once(model, batch)
-        assert [g.data_ptr() for g in grads(model)] == before
-    weight = model.blocks[1].up.weight
-    address, kept = weight.grad.data_ptr(), weight.grad[:1]
-    for expected in (False, True):
-        model.zero_grad()
-        train_once(model, batch)
-        assert (weight.grad.data_ptr() == address) == expected and (expected or kept.data_ptr() == address)
-        kept = None
-    model.zero_grad()
-    for loss in [model(**each).loss for each in (batch, batch_for(model, masked=False, seed=2))]:
-        loss.backward()
-        assert [g.data_ptr() for g in grads(model)] == before and all(g.is_pinned() for g in grads(model))
-
-
-# ---- limits
 
 
 @pytest.fixture(scope="module")
@@ -314,13 +261,12 @@ def test_the_warning_counts_masters_once_and_comes_with_the_gradients_where_mast
     wanted = 2 * sum(p.nbytes for p in model.parameters())
     assert str(caught[0].message).startswith(f"0 bytes of {wanted / 1024:.1f} KiB")
     assert not any(p.is_pinned() for p in model.parameters())
-    del model
     with page_lock_limit(masters):
-        model = on_sim().eval()
-        batch = batch_of(model)
-        assert all(p.is_pinned() for p in model.parameters())
+        model = on_sim()
+        batch = batch_for(model, masked=False)
         with torch.no_grad():
             model(**batch)
+        assert all(p.is_pinned() for p in model.parameters())
         with pytest.warns(UserWarning, match="could be page-locked"):
             train_once(model, batch)
         model.zero_grad()
@@ -331,5 +277,5 @@ def test_the_warning_counts_masters_once_and_comes_with_the_gradients_where_mast
 def test_a_device_without_page_locking_is_not_asked_and_causes_no_warning(monkeypatch):
     monkeypatch.setattr("hf_l2l.runtime.stream.can_page_lock", lambda device: False)
     model = on_sim(stash="host", ubatch_size=3)
-    train_once(model, batch_of(model))
+    train_once(model, batch_for(model, masked=False))
     assert page_locked_bytes() == 0

@@ -192,20 +192,15 @@ def test_the_trainer_tells_the_peak_of_the_device(tmp_path):
 
 
 def test_the_first_line_says_where_layers_run(tmp_path, caplog):
-    """With the memory that was planned, or what does not depend on the batch."""
-    for options, line in (
-        ({"ubatch_size": 2, "stash": "host", "l2l_resident_layers": 1}, r"2 layers streamed.* KiB and activations, "),
-        ({"device_memory_budget": "64MiB"}, r"all 2 layers stay on sim:0; .*; [\d.]+ KiB, host "),
-    ):
-        caplog.clear()
-        with caplog.at_level("INFO", "hf_l2l"):
-            made = l2l_trainer(tmp_path, model=tiny_bert(layers=2), max_steps=1, **options)
-            made.train()
-        assert "Link = up to " in made.l2l_summary() and "Device memory = shell " in made.l2l_summary()
-        detach_l2l(made.model)
-        [said] = [record.getMessage() for record in caplog.records if "layers" in record.getMessage()]
-        assert re.match(line, said), said
-        assert "stash" not in options or "micro-batch 2, stash on the host, 1 layer resident" in said
+    """With what of the memory does not depend on the batch."""
+    options = {"ubatch_size": 2, "stash": "host", "l2l_resident_layers": 1}
+    with caplog.at_level("INFO", "hf_l2l"):
+        made = l2l_trainer(tmp_path, model=tiny_bert(layers=2), max_steps=1, **options)
+        made.train()
+    assert "Link = up to " in made.l2l_summary() and "Device memory = shell " in made.l2l_summary()
+    [said] = [record.getMessage() for record in caplog.records if "layers" in record.getMessage()]
+    assert re.match(r"2 layers streamed.* KiB and activations, ", said), said
+    assert "micro-batch 2, stash on the host, 1 layer resident" in said
 
 
 # ---- accumulated batches that run as one, and generation

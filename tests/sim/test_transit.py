@@ -225,8 +225,13 @@ def test_an_error_in_a_hook_is_raised_by_what_comes_next(name, raised_by, monkey
     batch = batch_for(model, masked=False)
     if raised_by != "backward":
         train_once(model, batch)
+    acts = {
+        "backward": train_once,
+        "forward": lambda model, batch: model(**batch),
+        "optimizer": lambda *_: optimizer.step(),
+    }
     with pytest.raises(Interrupted):
-        optimizer.step() if raised_by == "optimizer" else train_once(model, batch)
+        acts[raised_by](model, batch)
     assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
     train_as_plain(model, plain)
     optimizer.step(), torch.optim.SGD(plain.parameters(), lr=0.1).step()
