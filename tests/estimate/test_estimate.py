@@ -283,8 +283,6 @@ def test_bad_input_is_one_sentence(tmp_path):
     for source, given, options, said in (
         ("nobody/no-such-model", [], {}, "HF_HUB_OFFLINE"),
         (hf.BertConfig(**SMALL), [], {"model_class": "Nothing"}, "model_class"),
-        (hf.BertConfig(**SMALL), [], BATCH, "set model_class to a class with a head"),
-        (llama(), [], {"rows": 1, "tokens": 0}, "at least 1"),
         (nn.Linear(3, 2), [], {"inputs": {"input": torch.empty(2, 3)}}, "none was found in a Linear"),
         (vit(), [], BATCH, "text"),
         (llama(), [arguments(tmp_path, l2l_resident_layers=9)], BATCH, "l2l_resident_layers"),

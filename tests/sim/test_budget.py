@@ -34,16 +34,7 @@ from models import Toy, batch_for, t5
 from plain import Streamed
 from runs import UNCHECKED, assert_same_run
 from tiers import more, nightly
-from training import (
-    SAVING,
-    arguments,
-    l2l_trainer,
-    logs,
-    rows,
-    settled_memory,
-    tiny_bert,
-    trainer,
-)
+from training import SAVING, arguments, l2l_trainer, logs, rows, settled_memory, tiny_bert, trainer
 
 KIB = 2**10
 GIVEN: dict[str, Any] = {"ubatch_size": 2, "stash": "device", "gradient_slots": 1}

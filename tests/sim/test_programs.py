@@ -305,19 +305,14 @@ def test_device_memory_is_measured_and_no_case_twice(tmp_path: Path, capsys):
 
 
 @nightly
-@pytest.mark.parametrize(
-    ("parts", "sections"),
-    [(("layer",), ("One layer",)), (("bert", "giants", "first"), ("later text", "first text", "17 and 50"))],
-    ids=str,
-)
-def test_the_tables_of_the_papers_have_ours_beside_theirs(parts, sections, tmp_path: Path, capsys):
-    document = tmp_path / "papers.md"
+def test_the_tables_of_the_papers_have_ours_beside_theirs(tmp_path: Path, capsys):
+    document, parts = tmp_path / "papers.md", ["layer", "bert", "giants", "first"]
     options = ["--tiny", "--rows", str(tmp_path / "rows"), "--out", str(document), "--parts", *parts]
     rows = memory_papers.main(options)["rows"]
     text, last = capsys.readouterr().out.removesuffix("\n").rsplit("\n", 1)
     assert json.loads(last)["rows"] == rows and document.read_text() == text
-    headings = [line for line in text.splitlines() if line.startswith("## ")][1:-1]
-    assert all(section in heading for section, heading in zip(sections, headings, strict=True))
+    headings = "".join(line for line in text.splitlines() if line.startswith("## "))
+    assert all(section in headings for section in ("One layer", "later text", "first text", "17 and 50"))
     assert all(row["peak"] == row["parts"]["total"] > row["slots"] for row in rows.values() if "peak" in row)
     assert memory_papers.main(options)["rows"] == rows
     assert "rows" not in capsys.readouterr().err, "all of them are in the file"

@@ -19,7 +19,7 @@ from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
 from models import Toy, assert_same_bits, attached, batch_for, gradients, train_once
 from runs import OPTIMIZERS, attach, config_for
-from scenarios import SCENARIOS, Case
+from scenarios import Case, failing_hook
 from tiers import more, nightly
 from training import settled_memory, tiny_bert
 
@@ -274,16 +274,13 @@ def test_batches_of_changing_length_take_no_more_rooms():
 
 
 @nightly
-@pytest.mark.parametrize("name", ["failing_hook", "interrupted", "retained_graph"])
-def test_no_program_takes_more_and_more(name):
+def test_hooks_that_fail_leave_nothing():
     options = {"ubatch_size": 4, "stash": "host", "gradient_slots": 1}
     made = attach(Toy(2), **options)
     case = Case(*made, config_for(made[0], device="sim", **options))
     seen = []
     for _ in range(4):
-        case.model.requires_grad_(True)
-        case.optimizer.zero_grad()
-        SCENARIOS[name](case)
+        failing_hook(case)
         case.optimizer.zero_grad()
         seen.append((settled_memory(), page_locked_bytes()))
     # What one turn leaves to the next one's forward, it may have left or not when the memory is read.
