@@ -100,6 +100,13 @@ def autocast(setting: str) -> torch.autocast:
     return torch.autocast("sim", torch.bfloat16, enabled=setting.startswith("autocast"))
 
 
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], setting: str) -> torch.Tensor:
+    """As Accelerate has it computed: outside autocast, all outputs are fp32."""
+    with autocast(setting):
+        outputs = model(**batch)
+    return convert_to_fp32(outputs).loss
+
+
 def measured(model: nn.Module, config: L2LConfig, steps: int = times(2, 3), setting: str = "") -> Any:
     """The report after a few steps; the model is an ordinary one again."""
     settled_memory()
@@ -109,9 +116,7 @@ def measured(model: nn.Module, config: L2LConfig, steps: int = times(2, 3), sett
     batch = inputs(model)
     for _ in range(steps):
         for _ in range(2 if "accumulation" in setting else 1):
-            with autocast(setting):
-                outputs = model(**batch)
-            convert_to_fp32(outputs).loss.backward()  # as Accelerate: outside autocast, all outputs are fp32
+            loss_of(model, batch, setting).backward()
         optimizer.step()
         optimizer.zero_grad()
     report = eps.memory_report()
