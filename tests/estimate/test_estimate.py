@@ -12,12 +12,12 @@ import torch
 import transformers as hf
 from accelerate import Accelerator
 from torch import nn
-from transformers.optimization import Adafactor
 
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, estimate
 from hf_l2l.sizing.capacity import LORA, RANK, SETTINGS
 from host_phases import LARGE, ROWS, TOKENS, measured
 from models import SMALL, VOCAB, batch_for, bert, gpt2, llama, train_once, vit
+from optimizer_cases import CASES
 from runs import assert_same_run, run_of
 from tiers import nightly
 
@@ -67,24 +67,14 @@ def test_frozen_parts_need_no_gradients_and_no_moments():
     assert need.slots == 4 * SLOT, "of the largest layer, whose gradients are all needed"
 
 
-# ---- the state of the optimizer
-
-OPTIMIZERS = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
-    "adamw amsgrad": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True, fused=True),
-    "sgd momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-    "adafactor": lambda groups: Adafactor(groups, lr=0.1, relative_step=False, scale_parameter=False),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
-}
-
-
 @nightly
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["adamw", "adamw amsgrad", "sgd momentum", "transformers' adafactor with lr", "adagrad"]
+)
 def test_moments_are_those_of_the_real_optimizer_after_a_step(name):
     model = small_bert()
     model.bert.encoder.layer[0].requires_grad_(False)
-    decayed, others = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = OPTIMIZERS[name]([{"params": decayed, "weight_decay": 0.1}, {"params": others}])
+    optimizer = CASES[name](list(model.parameters()))
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # which patches the step
     step, optimizer.step = optimizer.step, lambda *args: pytest.fail("the user's step ran")

@@ -87,9 +87,6 @@ def test_an_optimizer_that_needs_less_is_let_in(memory, tmp_path):
     l2l_trainer(tmp_path, optim="sgd", max_steps=1).train()
 
 
-# ---- what the host has
-
-
 @pytest.fixture
 def left(tmp_path, monkeypatch):
     """What is available in a control group with these files, of a host that has as much as it likes."""
@@ -189,9 +186,6 @@ def test_advice_ends_with_the_first_that_fits(have, kind, end):
         said = host_advice(model, L2LConfig(), kind(model.parameters(), lr=0.1), have * parameters(model))
     assert said.endswith(f"; {end}")
     assert kind is SumOfSquares or ("(fits) with l2l_moment_dtype='bf16'," in said) == (have >= 12)
-
-
-# ---- what is held, where layers run on the CPU
 
 
 def test_on_the_cpu_there_is_no_tier_of_a_device():

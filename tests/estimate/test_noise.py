@@ -182,8 +182,11 @@ def test_a_wish_for_a_larger_batch_ends_with_its_reason():
 
 
 def test_what_is_no_bound_or_rule_is_refused():
-    for most in (0, 2.5, True):
-        with pytest.raises(ValueError, match="most_rows must be"):
-            L2LBatchGrowth(most)
-    with pytest.raises(ValueError, match="learning_rate must be one of"):
-        L2LBatchGrowth(8, "half")
+    for arguments, said in (
+        ((0,), "most_rows"),
+        ((2.5,), "most_rows"),
+        ((True,), "most_rows"),
+        ((8, "half"), "learning_rate"),
+    ):
+        with pytest.raises(ValueError, match=f"{said} must be"):
+            L2LBatchGrowth(*arguments)

@@ -84,15 +84,12 @@ def test_the_figures(monkeypatch):
     assert HardwareFigures.from_json(figures.to_json()) == figures
 
 
-def test_a_small_device():
+def test_a_small_device_and_one_that_page_locks_nothing():
+    """Whose rates of the link are those of pageable memory."""
     enable_simulated_accelerator("2MiB")
     figures = probe(sizes=Sizes(copied_bytes=2**16, parameters=2**20, most_rows=2048, seconds=0.0))
     assert figures.flops["fp32"] > 0 and figures.link_up > 0
     assert figures.device_adamw is None, "its state has 16 MiB"
-
-
-def test_page_locking_that_is_refused():
-    """The rates of the link are those of pageable memory then."""
     with page_lock_limit(0):
         figures = probe(sizes=TINY)
     stream.forget_refusal(torch.device("sim:0"))

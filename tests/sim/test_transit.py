@@ -160,29 +160,18 @@ def test_a_layer_travels_in_one_copy_again_after_it_has_changed(options):
     assert whole()
 
 
-class Adapter(nn.Module):
-    """A linear layer with a second, longer way beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(base.in_features, 300), nn.Linear(300, base.out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 def test_a_layer_that_grows_after_attach_trains():
     model, plain = pair(prefetch=True)
     train_as_plain(model, plain)
     torch.manual_seed(2)
-    adapted = Adapter(plain.blocks[2].down)
+    adapted = nn.Sequential(plain.blocks[2].down, nn.Linear(8, 300), nn.Linear(300, 8))
     for each, adapter in ((model, copy.deepcopy(adapted)), (plain, adapted)):
         each.blocks[2].down = adapter
         each.requires_grad_(False)
-        adapter.down.requires_grad_(True)
+        adapter[1].requires_grad_(True)
     for seed in (3, 4):
         train_as_plain(model, plain, seed=seed)
-    assert adapted.down.weight.grad is not None and adapted.base.weight.grad is None
+    assert adapted[1].weight.grad is not None and adapted[0].weight.grad is None
 
 
 @pytest.mark.parametrize("stash", ["host", *more("device")])
