@@ -31,23 +31,19 @@ def stepped(model: nn.Module, steps: int = 2, **options: Any) -> tuple[Any, Any,
     return eps, optimizer, batch
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("shell and layers", "all, updated on the host", "some of each"),
-        *more("all and graphs", "layers, updated on the host", "kept weights", "kept graphs"),
-    ],
-)
+FEW = ("shell and layers", "all, updated on the host", "some of each")
+MORE = more("all and graphs", "layers, updated on the host", "kept weights", "kept graphs")
+
+
+@pytest.mark.parametrize("name", [*FEW, *MORE])
 def test_what_travels_in_a_step(name):
     """The shell and the layers' weights, and gradients of what is updated on the host: `Placement.uploads` says how
     many layers; what stays is uploaded once per update, where it is updated on the host."""
     placement = PLACEMENTS[name]
     model = Toy(LAYERS, tied=False)
     eps, optimizer, batch = stepped(model, **placement.options)
-    layer, shell = (
-        travelling_bytes(model.blocks[0]),
-        sum(p.nbytes for p in (*model.embed.parameters(), *model.head.parameters())),
-    )
+    layer = travelling_bytes(model.blocks[0])
+    shell = sum(p.nbytes for p in (*model.embed.parameters(), *model.head.parameters()))
     is_renewed = placement.options.get("resident_update") == "host"
     has_copies = is_renewed and placement.options.get("resident") == "all"
     travels = 0 if placement.resident_shell else shell
