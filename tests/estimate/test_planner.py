@@ -19,7 +19,7 @@ from benchmarks import budget_curve
 from hf_l2l import L2LConfig
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.plan.layer_probe import with_layer_rates
-from hf_l2l.plan.planner import BudgetError, make_plan, needed, time_of
+from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Cost, Rates, step_time
 from hf_l2l.shapes.inputs import example_inputs
@@ -149,6 +149,14 @@ def run_of(layers: int = 2, width: int = 64, **options: Any) -> RunShapes:
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config)
     return RunShapes(model, L2LConfig(**options), example_inputs(model, ROWS, 64))
+
+
+def test_budgets_are_sizes_with_their_units():
+    known = {"8GiB": 8 * 2**30, "8 GB": 8 * 10**9, "0.5GiB": 2**29, "512mib": 2**29, "9B": 9}
+    assert {text: parse_budget(text) for text in known} == known
+    for text in ("8", "GiB", "8 bananas", "-1GiB", "0GB", "", 8):
+        with pytest.raises(ValueError, match="with its unit"):
+            parse_budget(text)
 
 
 def test_a_budget_that_no_choice_meets_names_the_smallest():
