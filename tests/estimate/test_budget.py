@@ -22,15 +22,13 @@ from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.own_command import python, with_options
 from hf_l2l.plan.planner import Plan
 from hf_l2l.plan.step_time import StepTime
+from plain import Streamed
 from tiers import nightly
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    def stacked(name: str) -> torch.Tensor:
-        longest = max(len(row[name]) for row in rows)
-        return torch.tensor([[*row[name], *[0] * (longest - len(row[name]))] for row in rows])
-
-    return {name: stacked(name) for name in rows[0]}
+    longest = {name: max(len(row[name]) for row in rows) for name in rows[0]}
+    return {n: torch.tensor([[*row[n], *[0] * (long - len(row[n]))] for row in rows]) for n, long in longest.items()}
 
 
 def loader_of(dataset: Any, collate: Any = padded, rows: int = 2) -> Any:
@@ -51,18 +49,14 @@ def test_the_longest_rows_and_labels():
     assert (batch["input_ids"].shape, batch["labels"].shape) == ((2, 9), (2, 4))
 
 
-class Counted:
+class Counted(list[Any]):
     """A data set that counts how many rows are read."""
 
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows, self.read = rows, 0
+    read = 0
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> Any:
+    def __getitem__(self, number: Any) -> Any:
         self.read += 1
-        return self.rows[number]
+        return super().__getitem__(number)
 
 
 @nightly
@@ -72,55 +66,44 @@ def test_of_a_large_data_set_a_sample_is_read():
     assert data.read == 32 + 2  # one size
     data = Counted(texts(*range(1, 4001)))
     batch = longest_batch(loader_of(data), "input_ids")
-    assert 1000 < data.read < 1100
-    assert batch["input_ids"].shape[1] > 3990
+    assert 1000 < data.read < 1100 and batch["input_ids"].shape[1] > 3990
 
 
 class Masking:
-    """A collator that makes a generator in its first call, as that of masked language modelling does with a seed."""
+    """A collator that makes a generator in its first call, as that of masked language modelling does with a seed; or
+    one that has such a collator."""
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.generator = generator
+    def __init__(self, generator: torch.Generator | None = None, data_collator: Masking | None = None) -> None:
+        self.generator, self.data_collator = generator, data_collator
 
     def __call__(self, rows: Any) -> Any:
-        if self.generator is None:
-            self.generator = torch.Generator()
+        if self.data_collator is not None:
+            return self.data_collator(rows)
+        self.generator = self.generator or torch.Generator()
         torch.rand(1, generator=self.generator)
         return padded(rows)
 
 
-class Inside:
-    def __init__(self, data_collator: Any) -> None:
-        self.data_collator = data_collator
-
-    def __call__(self, rows: Any) -> Any:
-        return self.data_collator(rows)
-
-
 def test_a_collator_is_as_before():
     for own in (None, torch.Generator().manual_seed(3)):
-        for wraps in (lambda collate: collate, Inside):
+        for is_inside in (False, True):
             made = Masking(own)
-            longest_batch(loader_of(texts(1, 2), wraps(made)), "input_ids")
+            longest_batch(loader_of(texts(1, 2), Masking(data_collator=made) if is_inside else made), "input_ids")
             assert made.generator is own
             assert own is None or torch.equal(own.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
-class Streamed(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(texts(1, 2))
+class ByName(list[Any]):
+    """A data set whose rows are asked for otherwise."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return {"a": 0}[number]
 
 
 def test_what_gives_no_batch():
-    class ByName(Counted):
-        """Its rows are asked for otherwise."""
-
-        def __getitem__(self, number: Any) -> Any:
-            return dict(a=self.rows[0])[number]
-
     listed: Any = torch.utils.data.DataLoader(texts(3, 9), batch_sampler=[[0], [0, 1]], collate_fn=padded)  # type: ignore[arg-type]
     for loader, said in (
-        (loader_of(Streamed()), "streamed"),
+        (loader_of(Streamed(texts(1, 2))), "streamed"),
         (loader_of(["a text"]), "no input_ids"),
         (loader_of(texts(1), lambda rows: rows), "no dict of tensors with input_ids"),
         (loader_of(texts(1), lambda rows: {"input_ids": ["a"]}), "no dict of tensors"),
@@ -132,6 +115,7 @@ def test_what_gives_no_batch():
 
 
 def test_tables_tell_their_lengths_without_values():
+    """Those that are transformed are read row by row."""
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([*texts(3, 9, 4, 7), {"input_ids": [1], "labels": [1, 2, 3]}])
     batch = longest_batch(loader_of(data), "input_ids")
@@ -139,13 +123,10 @@ def test_tables_tell_their_lengths_without_values():
     shuffled = data.select([3, 0, 2])
     assert longest_batch(loader_of(shuffled), "input_ids")["input_ids"].shape == (2, 7)
     numbers = datasets.Dataset.from_list([{"input_ids": [1] * n, "labels": n} for n in (1, 5)])
-    collate = lambda rows: {"input_ids": padded([{"i": r["input_ids"]} for r in rows])["i"]}  # noqa: E731
-    assert longest_batch(loader_of(numbers, collate, rows=1), "input_ids")["input_ids"].shape == (1, 5)
-    # Those that are transformed are read row by row.
+    ids_alone = loader_of(numbers, lambda rows: padded([{"input_ids": row["input_ids"]} for row in rows]), rows=1)
+    assert longest_batch(ids_alone, "input_ids")["input_ids"].shape == (1, 5)
     data = datasets.Dataset.from_list(texts(1, 2))
-    data.set_transform(
-        lambda rows: {"input_ids": [[*row, 0, 0] for row in rows["input_ids"]], "labels": rows["labels"]}
-    )
+    data.set_transform(lambda rows: {**rows, "input_ids": [[*row, 0, 0] for row in rows["input_ids"]]})
     assert longest_batch(loader_of(data, rows=1), "input_ids")["input_ids"].shape == (1, 4)
 
 
@@ -187,15 +168,15 @@ def test_a_plan_that_is_damaged_or_of_another_version_is_refused(tmp_path):
 MIB = 2**20
 
 
-def watch(planned: dict[str, int], told: list[str] | None = None, **now: int) -> PlanWatch:
-    """Of a plan with these MiB by name within 100, where there are others now."""
+def watch(planned: dict[str, int], told: list[str], **now: int) -> PlanWatch:
+    """Of a plan with these MiB by name within 100, where there are others now. A step takes half a second; after the
+    tenth, an evaluation takes 100."""
     held = {name: size * MIB for name, size in planned.items()}
     plan = Plan(L2LConfig(), {"stash": "host"}, 100 * MIB, "head", held, StepTime(2.0, 1.0, 1.0, {"upload": 2.0}))
     device = {name: {"now": size * MIB, "peak": 0} for name, size in now.items()}
-    # A step takes half a second; after the tenth, an evaluation takes 100.
     times = (step / 2 + 100 * (step >= 10) for step in count())
     report = MemoryReport("", {"device": device}, {}, {"now": 0, "peak": 0})
-    return PlanWatch(plan, lambda: report, (told if told is not None else []).append, lambda: next(times))
+    return PlanWatch(plan, lambda: report, told.append, lambda: next(times))
 
 
 def test_after_20_steps_the_measured_stands_beside_the_planned():
@@ -208,14 +189,15 @@ def test_after_20_steps_the_measured_stands_beside_the_planned():
 
 
 def test_an_error_names_once_what_was_larger():
+    planned = {"slots": 50, "stash": 30}
     for now, said in (
         ({"slots": 50, "stash": 45}, "stash took 45.0 MiB (30.0 MiB planned)"),
         ({"slots": 50, "stash": 30, "mask": 9}, "mask took 9.0 MiB (0 bytes planned)"),
-        ({"slots": 50, "stash": 30}, "other programs"),
+        (planned, "other programs"),
     ):
-        watched, error = watch({"slots": 50, "stash": 30}, **now), torch.OutOfMemoryError("none left")
-        watched.explain(error)
-        watched.explain(error)
+        watched, error = watch(planned, [], **now), torch.OutOfMemoryError("none left")
+        for _ in range(2):
+            watched.explain(error)
         [note] = error.__notes__
         assert said in note and "80.0 MiB within 100.0 MiB" in note
 
@@ -250,16 +232,3 @@ def test_the_interpreter_is_the_one_that_runs(tmp_path, monkeypatch):
     for runs, typed in {"bin/python": "python", ".venv/bin/python": ".venv/bin/python", "/other/python": None}.items():
         monkeypatch.setattr(sys, "executable", str(Path(tmp_path, runs)))
         assert python() == (typed or runs)
-
-
-def test_a_program_without_the_flags_of_the_trainer_sets_options(monkeypatch):
-    known = {
-        "device_memory_budget='6GiB'": {"device_memory_budget": "6GiB"},
-        "without stash, boundary": {"stash": None, "boundary": None},
-        "stash='host', and without boundary": {"stash": "host", "boundary": None},
-    }
-    for argv in (["pytest"], ["train.py", "--lr", "1"], [], ["-c"]):
-        monkeypatch.setattr(sys, "argv", argv)
-        assert {with_options(changes): changes for changes in known.values()} == known
-    with options_of_the_trainer():
-        assert with_options({"boundary": "host"}) == "l2l_boundary='host'"

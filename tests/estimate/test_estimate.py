@@ -1,19 +1,176 @@
-"""`hf_l2l.estimate` of names, configs and the Trainer's arguments, and the largest model that a host holds."""
+"""`hf_l2l.estimate`: bytes from shapes, the state of optimizers, names, configs and the Trainer's arguments, the
+largest model that a host holds, and the phases of a process."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from accelerate import Accelerator
 from torch import nn
 
-from hf_l2l import L2LConfig, L2LTrainingArguments, estimate
+from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, estimate
 from hf_l2l.sizing.capacity import LORA, RANK, SETTINGS
-from models import SMALL, llama, vit
+from host_phases import LARGE, ROWS, TOKENS, measured
+from models import SMALL, VOCAB, batch_for, bert, gpt2, llama, train_once, vit
+from optimizer_cases import CASES
+from runs import assert_same_run, run_of
 from tiers import nightly
+
+WIDTH, INNER, POSITIONS = 16, 24, 20
+SHELL = (VOCAB + POSITIONS + 2) * WIDTH + 2 * WIDTH + (WIDTH * WIDTH + WIDTH) + (2 * WIDTH + 2)
+"""Embeddings of words, positions and types, their norm, pooler, classifier."""
+LAYER = 4 * (WIDTH * WIDTH + WIDTH) + (2 * WIDTH * INNER + INNER + WIDTH) + 2 * 2 * WIDTH
+"""Query, key, value and output, the two dense layers, two norms."""
+ALL, POSITION_IDS = SHELL + 2 * LAYER, 2 * 8 * POSITIONS
+SLOT = sum(-(-4 * n // 256) * 256 for n in [WIDTH * WIDTH] * 4 + [2 * WIDTH * INNER // 2] * 2 + [INNER] + [WIDTH] * 9)
+"""Bytes of a layer in a slot, where every parameter starts at a multiple of 256."""
+
+
+def small_bert() -> nn.Module:
+    return bert(max_position_embeddings=POSITIONS)
+
+
+def moments(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> int:
+    return estimate(model, L2LConfig(**options), optimizer).moments
+
+
+def test_bytes_of_a_model():
+    with torch.device("meta"):
+        model = small_bert()
+    need = estimate(model)
+    assert need.masters == need.gradients == 4 * ALL and need.moments == 2 * need.masters
+    assert need.shell == 2 * 4 * SHELL + POSITION_IDS
+    assert need.slots == 4 * SLOT, "weights of two layers, gradients of two"
+    assert estimate(model, L2LConfig(gradient_slots=1)).slots == 3 * SLOT
+    assert need.host_bytes == 4 * need.masters and need.device_peak == need.shell + need.slots
+    assert estimate(small_bert().double()).masters == 8 * ALL
+    assert estimate(small_bert().bfloat16()).gradients == 2 * ALL
+    tied = gpt2()
+    assert estimate(tied).masters == 4 * sum(p.numel() for p in tied.parameters())
+    need = estimate(nn.Linear(3, 2))  # without layers, all is shell
+    assert (need.masters, need.gradients, need.moments, need.shell, need.slots) == (32, 32, 64, 64, 0)
+
+
+def test_frozen_parts_need_no_gradients_and_no_moments():
+    model = small_bert()
+    for name, p in model.named_parameters():
+        p.requires_grad_(".layer.1." in name or "classifier" in name)
+    head = 2 * WIDTH + 2
+    need = estimate(model)
+    assert (need.masters, need.gradients, need.moments) == (4 * ALL, 4 * (LAYER + head), 8 * (LAYER + head))
+    assert need.shell == 4 * (SHELL + head) + POSITION_IDS
+    assert need.slots == 4 * SLOT, "of the largest layer, whose gradients are all needed"
+
+
+@nightly
+@pytest.mark.parametrize(
+    "name", ["adamw", "adamw amsgrad", "sgd momentum", "transformers' adafactor with lr", "adagrad"]
+)
+def test_moments_are_those_of_the_real_optimizer_after_a_step(name):
+    model = small_bert()
+    model.bert.encoder.layer[0].requires_grad_(False)
+    optimizer = CASES[name](list(model.parameters()))
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # which patches the step
+    step, optimizer.step = optimizer.step, lambda *args: pytest.fail("the user's step ran")
+    found = moments(optimizer, model)
+    assert all(torch.equal(p, before[key]) and p.grad is None for key, p in model.named_parameters())
+    assert name == "adagrad" or not optimizer.state
+    train_once(model, batch_for(model))
+    optimizer.step = step
+    optimizer.step()
+    kept = [t for p, state in optimizer.state.items() if p.requires_grad for t in state.values()]
+    assert found == sum(t.nbytes for t in kept if isinstance(t, torch.Tensor))
+
+
+def test_each_shape_of_a_group_is_tried_once():
+    """Layers have the same shapes, and the groups they are in may have other state."""
+    tried = []
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            tried.extend((g["momentum"], p.shape) for g in self.param_groups for p in g["params"])
+            return super().step(closure)
+
+    model = small_bert()
+    later = list(model.bert.encoder.layer[1].parameters())
+    others = [p for p in model.parameters() if all(p is not each for each in later)]
+    groups = [{"params": others, "momentum": 0.0}, {"params": later, "momentum": 0.9}]
+    optimizer = Noted(groups, lr=0.1)
+    assert estimate(model, optimizer=optimizer).moments == 4 * LAYER
+    expected = {(group["momentum"], p.shape) for group in groups for p in group["params"]}
+    assert len(tried) == len(expected) and {*tried} == expected
+    tried.clear()
+    on_device = estimate(model, L2LConfig(device="cuda", resident="all"), optimizer, device="cuda")
+    assert on_device.moments == 0 and len(tried) == len(expected) and {*tried} == expected
+
+
+class Strange(torch.optim.Optimizer):
+    """Reads values, which meta tensors do not have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["norm"] = p.grad.norm().item()
+
+
+class Careless(torch.optim.SGD):
+    """Keeps a map that it moves to where the parameters are, as some 8-bit optimizers do, and then gives up."""
+
+    def __init__(self, params: Any, *, makes_state: bool = False) -> None:
+        super().__init__(params, lr=0.1)
+        self.map, self.makes_state = {"signed": torch.linspace(-1, 1, 256)}, makes_state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.map["signed"] = self.map["signed"].to(p.device)
+            torch.rand(3)
+            random.random()
+            if self.makes_state:
+                self.state[p]["moment"] = torch.zeros_like(p, dtype=torch.uint8)
+        raise Exception("the step needs a GPU")
+
+
+def test_an_optimizer_that_cannot_be_tried_is_taken_for_adam_and_left_as_it_is():
+    """Unless it has made its state before it gave up. No generator moves."""
+    model = nn.Linear(3, 2)
+    before = torch.get_rng_state(), random.getstate()
+    assert moments(Strange(model.parameters()), model) == 2 * 4 * 8
+    assert moments(Strange(model.parameters()), model, moment_dtype="bf16") == 2 * 2 * 8
+    for makes_state, expected in ((False, 2 * 4 * 8), (True, 8)):
+        optimizer = Careless(model.parameters(), makes_state=makes_state)
+        assert moments(optimizer, model) == expected
+        assert optimizer.map["signed"].device.type == "cpu" and not optimizer.state
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_an_optimizer_that_trains_and_that_accelerate_has_wrapped_is_left_alone():
+    model = small_bert()
+    optimizer = Accelerator(cpu=True).prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    eps = attach_l2l(model)
+    eps.wrap(optimizer)
+    train_once(model, batch_for(model))
+    optimizer.step()
+    eps.synchronize()
+    before, steps = run_of(model, optimizer, []), []
+    optimizer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    train_once(model, batch_for(model))
+    count = len(before.state["state"])
+    assert moments(optimizer, model) == moments(optimizer.optimizer, model) == 8 * ALL + 4 * count
+    assert all(p.grad is not None for p in model.parameters())
+    assert_same_run(run_of(model, optimizer, []), before)
+    assert steps == []
+
+
+# ---- of names, configs and arguments
+
 
 BATCH: dict[str, Any] = {"rows": 4, "tokens": 8}
 HOST: dict[str, Any] = {"stash": "host", "ubatch_size": 1}
@@ -25,19 +182,9 @@ def arguments(folder: Path, **options: Any) -> L2LTrainingArguments:
 
 def bytes_of(found: Any) -> dict[str, int]:
     """The peaks of both tiers, but for what this process holds otherwise."""
-    assert found.report is not None
     names = {(tier, name): size["peak"] for tier in ("device", "host") for name, size in found.report[tier].items()}
     del names["host", "Python, libraries and other"], names["host", "total"]
     return names
-
-
-def refused(*arguments: Any, **options: Any) -> str:
-    """The one sentence with which an estimate is refused."""
-    with pytest.raises(ValueError) as error:
-        estimate(*arguments, **options)
-    text = str(error.value)
-    assert "\n" not in text and "; " in text
-    return text
 
 
 def test_a_config_a_folder_and_a_file_are_the_model_they_make(tmp_path):
@@ -53,7 +200,8 @@ def test_a_class_for_a_config():
     config = hf.BertConfig(**SMALL)
     found = estimate(config, **BATCH, model_class="BertForSequenceClassification")
     assert found.masters == 4 * sum(p.numel() for p in hf.BertForSequenceClassification(config).parameters())
-    assert "set model_class to a class with a head" in refused(config, **BATCH)
+    found = estimate(config, L2LConfig(ubatch_size=1), rows=2, model_class="BertForMultipleChoice")
+    assert found.device_peak > found.shell + found.slots, "inputs of another shape"
 
 
 def test_options_rows_and_the_optimizer_come_from_the_arguments(tmp_path):
@@ -69,10 +217,8 @@ def test_options_rows_and_the_optimizer_come_from_the_arguments(tmp_path):
 def test_the_state_is_that_of_the_optimizer_of_the_arguments(tmp_path):
     model = llama()
     parameters, counts = sum(p.numel() for p in model.parameters()), 4 * len(list(model.parameters()))
-    kinds = {"sgd": (0, 0), "adagrad": (4, counts)}
-    for optim, (per_parameter, besides) in kinds.items():
-        found = estimate(model, arguments(tmp_path, optim=optim)).moments
-        assert found == per_parameter * parameters + besides, optim
+    for optim, expected in (("sgd", 0), ("adagrad", 4 * parameters + counts)):
+        assert estimate(model, arguments(tmp_path, optim=optim)).moments == expected, optim
     assert estimate(model, arguments(tmp_path, l2l_optimizer="lamb")).moments >= 8 * parameters
 
 
@@ -115,36 +261,27 @@ def test_packed_inputs_are_not_cut():
     config = L2LConfig(stash="device", ubatch_size=2)
     both, text = (estimate(Sees(), config, inputs={**batch, **more}) for more in ({"pixel_values": patches}, {}))
     assert (both.rows, text.rows) == (4, 4)
-    assert both.report is not None and text.report is not None
-    for name in ("stash", "slots"):
-        assert both.report["device"][name] == text.report["device"][name]
-    assert both.report["device"]["inputs"]["peak"] - text.report["device"]["inputs"]["peak"] == patches.nbytes
-
+    for name, more in (("stash", 0), ("slots", 0), ("inputs", patches.nbytes)):
+        assert both.report["device"][name]["peak"] == text.report["device"][name]["peak"] + more
     [note] = estimate(Sees(), **BATCH).notes
     assert note == "a Sees takes pixel_values, too: this is the memory for batches of text alone"
 
 
-@nightly
-def test_models_with_inputs_of_other_shapes():
-    found = estimate(hf.BertConfig(**SMALL), L2LConfig(ubatch_size=1), rows=2, model_class="BertForMultipleChoice")
-    assert found.device_peak > found.shell + found.slots
-
-
-def test_bad_input_is_one_sentence():
-    for source, options, said in (
-        ("nobody/no-such-model", {}, "HF_HUB_OFFLINE"),
-        (hf.BertConfig(**SMALL), {"model_class": "Nothing"}, "model_class"),
-        (llama(), {"rows": 1, "tokens": 0}, "at least 1"),
-        (nn.Linear(3, 2), {"inputs": {"input": torch.empty(2, 3)}}, "none was found in a Linear"),
-        (vit(), BATCH, "text"),
-    ):
-        assert said in refused(source, **options)
-
-
-def test_options_are_named_as_the_trainer_calls_them(tmp_path):
-    assert "l2l_resident_layers" in refused(llama(), arguments(tmp_path, l2l_resident_layers=9), **BATCH)
+def test_bad_input_is_one_sentence(tmp_path):
+    """With options as the Trainer calls them."""
     plain = hf.TrainingArguments(output_dir=str(tmp_path), report_to="none", optim="adamw_torch", fp16=True)
-    assert "fp16 cannot be used" in refused(llama(), plain, **BATCH)
+    for source, given, options, said in (
+        ("nobody/no-such-model", [], {}, "HF_HUB_OFFLINE"),
+        (hf.BertConfig(**SMALL), [], {"model_class": "Nothing"}, "model_class"),
+        (nn.Linear(3, 2), [], {"inputs": {"input": torch.empty(2, 3)}}, "none was found in a Linear"),
+        (vit(), [], BATCH, "text"),
+        (llama(), [arguments(tmp_path, l2l_resident_layers=9)], BATCH, "l2l_resident_layers"),
+        (llama(), [plain], BATCH, "fp16 cannot be used"),
+    ):
+        with pytest.raises(ValueError) as error:
+            estimate(source, *given, **options)
+        text = str(error.value)
+        assert said in text and "\n" not in text and "; " in text
 
 
 # ---- the largest model of a host
@@ -178,6 +315,8 @@ def test_the_largest_fits_and_one_layer_more_does_not(nothing_else):
     assert found.layers == 6 and found.parameters == sum(p.numel() for p in of_layers(6).parameters())
     # Norms of gradients, 8 bytes per tensor, are taken to be those of the given model.
     assert estimate(of_layers(2), on_host(), **OF_TWO, host_memory=room - 2000).largest[name].layers == 5
+    none = estimate(of_layers(2), on_host(), **OF_TWO, host_memory=1000).largest
+    assert {(each.layers, each.parameters) for each in none.values()} == {(0, 0)}
 
 
 def test_settings_and_adapters_need_less_and_less(nothing_else):
@@ -191,15 +330,54 @@ def test_settings_and_adapters_need_less_and_less(nothing_else):
     adapters = RANK * (2 * (width + width) + 2 * (width + key) + 3 * (width + inner))
     per_layer = 2 * sum(p.numel() for p in of_layers(1, width).model.layers.parameters()) + 18 * adapters
     assert found[LORA].layers == pytest.approx(10**8 / (per_layer + 2 * 8 * width * 2), rel=0.01)
-    none = estimate(of_layers(3), on_host(), **OF_TWO, host_memory=1000).largest
-    assert {(each.layers, each.parameters) for each in none.values()} == {(0, 0)}
 
 
 def test_the_largest_depends_on_the_optimizer(nothing_else):
     model = of_layers(2)
+    sgd, adam = (
+        estimate(model, on_host(), optimizer, **OF_TWO, host_memory=10**6).largest["fp32"].layers
+        for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    )
+    assert sgd > 1.8 * adam
 
-    def layers(optimizer: Any = None) -> int:
-        found = estimate(model, on_host(), optimizer, **OF_TWO, host_memory=10**6)
-        return found.largest["fp32"].layers
 
-    assert layers(torch.optim.SGD(model.parameters(), lr=0.1)) > 1.8 * layers()
+# ---- host memory of loading, attaching, training, saving and resuming, against that of a process that does all of it
+
+
+W = sum(p.numel() for p in llama().parameters()) * 4
+
+
+@nightly  # the bytes that the engine counts: `tests/sim/test_estimate.py`
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read in Linux' way")
+@pytest.mark.parametrize(("kind", "options"), [("l2l", {"stash": "host"}), ("plain_checkpointing", {})], ids=str)
+def test_a_process_takes_what_was_expected(kind, options, tmp_path):
+    """In steps within 5 %, else within a tenth of the weights, and 2 MiB that threads keep of what they have freed.
+    Memory of the simulated device is memory of the process, too."""
+    with torch.device("meta"):
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(**LARGE))
+    expected = estimate(model, L2LConfig(**options), rows=ROWS, tokens=TOKENS)
+    found = measured(kind, tmp_path, **options)
+    phases, weights = expected.phases[kind], expected.masters
+    simulated = found["train"]["simulated"]
+    assert found["train"]["process"] == pytest.approx(phases["train"].host + simulated, rel=0.05)
+    for phase in ("attach", "save", "resume"):
+        assert abs(found[phase]["host"] - phases[phase].host) < 0.1 * weights + 2 * 2**20, phase
+
+
+def phases(**options: Any) -> dict[str, tuple[int, int]]:
+    """Bytes of host and device by phase."""
+    model = llama()
+    adamw = torch.optim.AdamW(model.parameters())
+    found = estimate(model, L2LConfig(**options), adamw, rows=2, tokens=4, device="cuda").phases["l2l"]
+    return {phase: (size.host, size.device) for phase, size in found.items()}
+
+
+def test_what_is_resident_comes_back_to_be_saved_and_copies_are_there_from_the_start():
+    count = len(list(llama().parameters()))
+    found = phases(resident="all")
+    assert found["attach"] == (0, W) and found["save"][0] == W + 8 * count, "and the norms of gradients"
+    assert found["resume"] == (2 * W + 4 * count, 3 * W + 4 * count), "and the step counts"
+    found = phases(cmp="bf16")
+    assert found["attach"][0] == W // 2 and found["resume"][0] == pytest.approx(3.5 * W, rel=0.01)
+    found = phases(stash="host", boundary="host", ubatch_size=1)
+    assert 4 * W < found["save"][0] <= found["train"][0] and found["load"] == (0, 0)

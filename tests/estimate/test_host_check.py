@@ -1,32 +1,34 @@
-"""A host that is too small for training: what it has, the refusal before anything is allocated, and what helps."""
+"""Host memory and disks: what a host has, the refusal before anything is allocated and what helps, what is held, and
+what a disk makes of a training."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import math
-import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 
+from budgeted import SumOfSquares
+from cli_models import LLAMA, ran, refused, written
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
 from hf_l2l.memory import host_limits
 from hf_l2l.memory.held import Held
 from hf_l2l.memory.host_remedies import disk_remedies, host_advice, remedies
 from hf_l2l.memory.ledger import Transients
 from hf_l2l.memory.memory_estimate import MemoryEstimate, check_host_memory
+from hf_l2l.memory.state_traffic import StatePart, StateTraffic, state_traffic
 from hf_l2l.option_names import options_of_the_trainer
+from hf_l2l.probe.disk import DiskRates, disk_rates, write_rate
 from hf_l2l.runtime.flat_memory import Pages
-from models import batch_for, bert, train_once
-from tiers import nightly
-from training import inner_optimizer, l2l_trainer
+from hf_l2l.sizing.disk import disk_seconds, disk_sentences, measured_rates
+from models import batch_for, bert, llama, train_once
+from training import inner_optimizer, l2l_trainer, tiny_bert
 
 GIB = 2**30
 NEED = MemoryEstimate(masters=3 * GIB, gradients=2 * GIB, moments=6 * GIB, shell=1, slots=1)
@@ -79,13 +81,10 @@ def test_training_is_refused_before_anything_is_allocated(memory, tmp_path, monk
 
 
 def test_an_optimizer_that_needs_less_is_let_in(memory, tmp_path):
-    memory(2 * estimate(l2l_trainer(tmp_path).model).masters)
+    memory(2 * estimate(tiny_bert()).masters)
     with pytest.raises(MemoryError):
         l2l_trainer(tmp_path).train()
     l2l_trainer(tmp_path, optim="sgd", max_steps=1).train()
-
-
-# ---- what the host has
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ def left(tmp_path, monkeypatch):
     def of(**files: str) -> int:
         for name, text in files.items():
             (tmp_path / name.replace("_", ".")).write_text(text)
-        groups = [(tmp_path / "none", "memory.max", "memory.current"), (tmp_path, "memory.max", "memory.current")]
+        groups = [(folder, "memory.max", "memory.current") for folder in (tmp_path / "none", tmp_path)]
         monkeypatch.setattr(host_limits, "control_groups", lambda: iter(groups))
         return host_limits.available_host_bytes()
 
@@ -103,33 +102,26 @@ def left(tmp_path, monkeypatch):
 
 
 def test_available_memory_is_within_the_group(left):
-    """Pages of files are given back."""
+    """Pages of files are given back; a group that tells no limit has none."""
+    whole = psutil.virtual_memory().available
+    assert math.isclose(left(memory_current="300"), whole, rel_tol=0.5)
     assert left(memory_max="1000\n", memory_current="300\n") == 700
     assert left(memory_stat="anon 5\nactive_file 40\ninactive_file 120\nunevictable 0\n") == 820
-
-
-def test_a_group_that_tells_no_limit_has_none(left):
-    assert math.isclose(left(memory_current="300"), psutil.virtual_memory().available, rel_tol=0.5)
     for limit, usage in (("max\n", "300"), ("lots", "300"), ("1000", ""), ("1000", "some"), ("-1", "3")):
         found = left(memory_max=limit, memory_current=usage, memory_stat="")
-        assert math.isclose(found, psutil.virtual_memory().available, rel_tol=0.5)
+        assert math.isclose(found, whole, rel_tol=0.5)
 
 
 def test_the_groups_of_a_process_are_read_from_its_own_up(tmp_path):
-    groups = host_limits.control_groups
     membership = tmp_path / "cgroup"
-    membership.write_text("0::/user/job\n")
-    assert [(str(folder), limit) for folder, limit, _ in groups(membership, Path("/cg"))] == [
-        ("/cg/user/job", "memory.max"),
-        ("/cg/user", "memory.max"),
-        ("/cg", "memory.max"),
-    ]
-    membership.write_text("3:cpu,cpuacct:/x\n2:memory:/job\n")
-    assert [(str(folder), limit) for folder, limit, _ in groups(membership, Path("/cg"))] == [
-        ("/cg/memory/job", "memory.limit_in_bytes"),
-        ("/cg/memory", "memory.limit_in_bytes"),
-    ]
-    assert list(groups(tmp_path / "none")) == []
+    for text, folders, file in (
+        ("0::/user/job\n", ["/cg/user/job", "/cg/user", "/cg"], "memory.max"),
+        ("3:cpu,cpuacct:/x\n2:memory:/job\n", ["/cg/memory/job", "/cg/memory"], "memory.limit_in_bytes"),
+    ):
+        membership.write_text(text)
+        found = host_limits.control_groups(membership, Path("/cg"))
+        assert [(str(folder), limit) for folder, limit, _ in found] == [(folder, file) for folder in folders]
+    assert list(host_limits.control_groups(tmp_path / "none")) == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells kinds of memory apart")
@@ -142,46 +134,15 @@ def test_page_locked_memory_is_the_processes_own():
 # ---- what helps
 
 
-def llama() -> nn.Module:
-    config = hf.LlamaConfig(
-        hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=128, vocab_size=1000
-    )
-    with torch.device("meta"):
-        return hf.LlamaForCausalLM(config)
-
-
 def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-class Squares(torch.optim.Optimizer):
-    """Steps by the sum over all gradients, so that the engine keeps them in fp32."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = sum(float(p.grad.square().sum()) for p in given)
-        for p in given:
-            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / (1 + total))
 
 
 @pytest.mark.parametrize(
     ("config", "kind", "per_parameter"),
     [
-        (
-            {"cmp": "bf16"},
-            "AdamW",
-            [
-                (2, ["grad_dtype"]),
-                (4, ["moment_dtype"]),
-                (2, ["host_copies"]),
-                (8, ["grad_dtype", "moment_dtype", "host_copies"]),
-            ],
-        ),
-        ({}, "SGD", [(2, ["grad_dtype"])]),  # without moments
+        ({"cmp": "bf16"}, "AdamW", {"grad_dtype": 2, "moment_dtype": 4, "host_copies": 2, "all": 8}),
+        ({}, "SGD", {"grad_dtype": 2}),  # without moments
     ],
 )
 def test_each_remedy_saves_so_many_bytes_per_parameter(config, kind, per_parameter):
@@ -190,14 +151,16 @@ def test_each_remedy_saves_so_many_bytes_per_parameter(config, kind, per_paramet
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     for hosts in (1, 2) if "cmp" not in config else (1,):
         need = estimate(model, asked, optimizer).of_one_host(hosts).host_bytes
-        found = [(need - each.host_bytes, list(each.changes)) for each in remedies(model, asked, optimizer, hosts)]
-        saved = [(round(hosts * size / parameters(model), 2), names) for size, names in found]
-        assert saved == per_parameter
+        found = list(remedies(model, asked, optimizer, hosts))
+        saved = [round(hosts * (need - each.host_bytes) / parameters(model), 2) for each in found]
+        assert saved == list(per_parameter.values())
+        names = [name for name in per_parameter if name != "all"]
+        assert [list(each.changes) for each in found] == [*([name] for name in names), names][: len(per_parameter)]
 
 
 def test_the_disk_is_the_last_remedy():
     """For a process that has no ranks beside it; alone, and with all others."""
-    model, config = llama(), L2LConfig()
+    model, config = bert(num_hidden_layers=6), L2LConfig()
     optimizer = torch.optim.AdamW(model.parameters())
     alone, last = disk_remedies(model, config, optimizer)
     assert alone.changes == {"state_tier": "disk"}
@@ -213,7 +176,7 @@ def test_the_disk_is_the_last_remedy():
         (13, torch.optim.AdamW, "this fits: l2l_moment_dtype='bf16'"),
         (11, torch.optim.AdamW, "this fits: l2l_grad_dtype='16bit', l2l_moment_dtype='bf16'"),
         (3, torch.optim.AdamW, "no options fit, and LoRA does"),
-        (11, Squares, "no options fit, and LoRA does"),
+        (11, SumOfSquares, "no options fit, and LoRA does"),
     ],
 )
 def test_advice_ends_with_the_first_that_fits(have, kind, end):
@@ -222,19 +185,7 @@ def test_advice_ends_with_the_first_that_fits(have, kind, end):
     with options_of_the_trainer():
         said = host_advice(model, L2LConfig(), kind(model.parameters(), lr=0.1), have * parameters(model))
     assert said.endswith(f"; {end}")
-    assert kind is Squares or ("(fits) with l2l_moment_dtype='bf16'," in said) == (have >= 12)
-
-
-@nightly
-def test_training_is_refused_with_the_command_line_of_the_user(memory, tmp_path, monkeypatch):
-    made = l2l_trainer(tmp_path, optim="adamw_torch")
-    memory(estimate(made.model).host_bytes * 13 // 16)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--output_dir", "out", "--l2l_moment_dtype", "fp32"])
-    with pytest.raises(MemoryError, match=r"python\S* train.py --output_dir out --l2l_moment_dtype=bf16$"):
-        made.train()
-
-
-# ---- what is held, where layers run on the CPU
+    assert kind is SumOfSquares or ("(fits) with l2l_moment_dtype='bf16'," in said) == (have >= 12)
 
 
 def test_on_the_cpu_there_is_no_tier_of_a_device():
@@ -283,3 +234,81 @@ def test_references_to_memory_do_not_pile_up():
     assert 0 < len(kept) < 400, "an address, and what is known of the memory there, of each"
     held.add([torch.empty(5, device="meta"), torch.empty(0), torch.eye(2).to_sparse()])
     assert len(held.alive()) == 1, "no memory of this device"
+
+
+# ---- what a disk makes of a training: rates, bytes of a step, real-time checkpoints
+
+
+GB = 10**9
+ON_DISK = MemoryEstimate(
+    masters=4 * GB,
+    gradients=4 * GB,
+    moments=8 * GB,
+    shell=0,
+    slots=0,
+    on_disk=12 * GB,
+    state_traffic=StateTraffic(window=2 * GB, read=16 * GB, written=12 * GB),
+)
+RATES = DiskRates(read=2.0 * GB, written=1.0 * GB, read_beside=0.0 + GB, written_beside=0.5 * GB)
+"""Of a disk that shares its time among reading and writing."""
+
+
+def test_the_probe_leaves_nothing(tmp_path):
+    rates = disk_rates(tmp_path, 2**20)
+    assert min(rates) > 0 and write_rate(tmp_path, 2**20) > 0
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="No such file or directory"):
+        measured_rates(str(tmp_path / "nowhere"))
+
+
+def test_a_step_takes_as_long_as_the_disk_does():
+    assert disk_seconds(ON_DISK, RATES) == pytest.approx(8.0 + 12.0)
+    # One that does both at once: 12 s of writing, and of the reading what comes before it.
+    both = DiskRates(2.0 * GB, 1.0 * GB, 2.0 * GB, 1.0 * GB)
+    assert disk_seconds(ON_DISK, both) == pytest.approx(12.0)
+    assert both.seconds(16 * GB, 12 * GB, alone=4 * GB) == pytest.approx(2.0 + 12.0)
+    assert both.seconds(30 * GB, 12 * GB, alone=4 * GB) == pytest.approx(2.0 + 13.0)
+    assert both.seconds(0, 0) == 0
+    told = "\n".join(disk_sentences(ON_DISK, RATES, 5.0))
+    assert "keeps it busy for 20 s: at most 180 steps per hour, the disk bounds it" in told
+    # A checkpoint of 12 GB after every second step: 6 s to read the state on disk, 12 s to write, 6 s for digests.
+    assert "which this disk takes in 24 s, with digests; copies of layers" in told
+    assert "With l2l_realtime_every='auto', a crash loses at most 4 steps" in told
+    assert f"{12e9 * 86400 / 40 / 1e12:.3g} TB are written per day" in told
+    assert "at most 120 steps per hour, the rest of the step bounds it" in "\n".join(
+        disk_sentences(ON_DISK, RATES, 30.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "read", "written"),
+    [
+        # All parts and moments: nothing is read again where the window holds everything.
+        (8, 0, 0),
+        # Room for two layers, and for one that is being written. The forward finds the masters of layer 4, which was
+        # updated last, the backward those of all; updates find those of 1 and 2. State is read for each update.
+        (3, 3 + (2 + 2 + 3 + 3), 3 * 4),
+    ],
+)
+def test_what_a_step_reads_and_writes(layers, read, written):
+    """Four layers of one page of masters and two of state."""
+    page = 4096
+    parts = [StatePart(float(number), page, 2 * page) for number in range(1, 5)]
+    found = state_traffic(parts, layers, reads_masters=True, stays=0)
+    assert (found.read // page, found.written // page) == (read, written)
+    # Each forward follows the update; the backward reads the masters of two layers, which the next updates find.
+    after = state_traffic(parts, layers, reads_masters=True, stays=0, updates="deferred")
+    assert (after.read // page, after.written // page) == ((0, 0) if layers == 8 else (2 + 4 * 3 - 2, 12))
+    eager = state_traffic(parts, layers, reads_masters=True, stays=0, updates="eager")
+    assert eager[:3] == found[:3]
+    alone = [each.read_alone // page for each in (found, eager, after)]
+    assert alone == ([0, 0, 0] if layers == 8 else [3, 3, 2])
+    copies = state_traffic(parts, layers, reads_masters=False, stays=0)
+    assert (copies.read // page, copies.written // page) == ((0, 0) if layers == 8 else (12, 12))
+
+
+def test_ranks_have_no_state_on_disk(tmp_path, capsys):
+    """The estimate refuses what a training refuses."""
+    given = ("estimate", written(tmp_path / "model", LLAMA), "--l2l_state_tier", "disk")
+    assert "is for one process" in refused(capsys, *given, "--ranks", "2")
+    assert ran(capsys, *given, "--ranks", "1").status == 0

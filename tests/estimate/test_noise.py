@@ -23,12 +23,9 @@ SIGNAL, NOISE = 2.0, 300.0
 
 def drawn(counts: list[int], generator: torch.Generator) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The parts that micro-batches with these items have in the gradient of a step, and their sum."""
-    mean = torch.full((PARAMETERS,), math.sqrt(SIGNAL / PARAMETERS))
-    each = [
-        (count / sum(counts))
-        * (mean + torch.randn(PARAMETERS, generator=generator) * math.sqrt(NOISE / PARAMETERS / count))
-        for count in counts
-    ]
+    mean, spread = math.sqrt(SIGNAL / PARAMETERS), math.sqrt(NOISE / PARAMETERS)
+    noises = [torch.randn(PARAMETERS, generator=generator) * spread for _ in counts]
+    each = [n / sum(counts) * (mean + noise / math.sqrt(n)) for n, noise in zip(counts, noises, strict=True)]
     return each, sum(each, torch.zeros(PARAMETERS))
 
 
@@ -123,21 +120,18 @@ def test_items_are_what_the_loss_counts():
 
 
 def test_inputs_without_rows_are_refused():
-    with pytest.raises(ValueError, match=r"first dimension is the rows .*got x \[2, 3\], y \[4\].*leave it out"):
-        items_of_rows({"x": torch.ones(2, 3), "y": torch.ones(4)}, shifts=False)
-    with pytest.raises(ValueError, match="got no tensors"):
-        items_of_rows({"x": 1}, shifts=False)
+    for inputs, said in (
+        ({"x": torch.ones(2, 3), "y": torch.ones(4)}, r"first dimension is the rows .*got x \[2, 3\], y \[4\]"),
+        ({"x": 1}, "got no tensors"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            items_of_rows(inputs, shifts=False)
 
 
 # ---- batches that grow
 
 
-@given(
-    st.integers(1, 30),
-    st.integers(1, 6),
-    st.integers(1, 60),
-    st.sets(st.integers(1, 60), max_size=4),
-)
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 60), st.sets(st.integers(1, 60), max_size=4))
 def test_the_last_step_is_known(whole, first, end, wishes):
     """In the loop of transformers, with a wish for a larger batch after any steps."""
     growth = L2LBatchGrowth(10**6)
@@ -188,8 +182,11 @@ def test_a_wish_for_a_larger_batch_ends_with_its_reason():
 
 
 def test_what_is_no_bound_or_rule_is_refused():
-    for most in (0, 2.5, True):
-        with pytest.raises(ValueError, match="most_rows must be"):
-            L2LBatchGrowth(most)
-    with pytest.raises(ValueError, match="learning_rate must be one of"):
-        L2LBatchGrowth(8, "half")
+    for arguments, said in (
+        ((0,), "most_rows"),
+        ((2.5,), "most_rows"),
+        ((True,), "most_rows"),
+        ((8, "half"), "learning_rate"),
+    ):
+        with pytest.raises(ValueError, match=f"{said} must be"):
+            L2LBatchGrowth(*arguments)

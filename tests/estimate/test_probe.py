@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_l2l.probe import known, rates
-from hf_l2l.probe.figures import HardwareFigures
+from hf_l2l.probe.figures import LINK, HardwareFigures
 from hf_l2l.probe.rates import Sizes, probe
 
 TINY = Sizes(copied_bytes=2**16, parameters=2**10, most_rows=64, seconds=0.0)
@@ -23,9 +23,8 @@ def test_the_figures_of_the_host(monkeypatch):
     threads = torch.get_num_threads()
     figures = probe("cpu", TINY)
     assert torch.get_num_threads() == threads
-    assert (figures.link_up, figures.link_down, figures.link_up_both, figures.link_down_both) == (None,) * 4
-    assert (figures.device_memory_bytes, figures.page_locked, figures.pageable) == (None, None, {})
-    assert figures.dram > 0
+    assert {getattr(figures, name) for name in (*LINK, "device_memory_bytes", "page_locked")} == {None}
+    assert figures.pageable == {} and figures.dram > 0
     assert list(figures.adamw_by_threads) == [1, 2, 4]
     assert {"fp32", "bf16"} <= figures.flops.keys()
     assert HardwareFigures.from_json(figures.to_json()) == figures
@@ -107,26 +106,21 @@ def test_a_user_without_a_home(probed, tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(known.Path, "home", no_home)
     monkeypatch.setattr(known.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    assert known.known_figures(CPU) == known.known_figures(CPU)
-    assert len(probed) == 1
+    assert known.known_figures(CPU) == known.known_figures(CPU) and len(probed) == 1
     assert known.figures_file(CPU).is_relative_to(tmp_path / "tmp")
 
 
-def test_a_damaged_file_is_measured_again(probed, caplog):
+def test_a_damaged_file_is_measured_again(probed, caplog, tmp_path, monkeypatch):
+    """With a warning, as where nothing can be written."""
     file = known.figures_file(CPU)
     file.parent.mkdir(parents=True)
     file.write_text("{")
     with caplog.at_level(logging.WARNING, "hf_l2l"):
-        assert known.known_figures(CPU) == known.known_figures(CPU)
-    assert len(probed) == 1
-    assert "measured again" in caplog.text
-
-
-def test_where_nothing_can_be_written_a_warning_says_so(probed, caplog, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with caplog.at_level(logging.WARNING, "hf_l2l"):
-        assert known.known_figures(CPU).dram == 1.0
+        assert known.known_figures(CPU) == known.known_figures(CPU) and len(probed) == 1
+        assert "measured again" in caplog.text
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert known.known_figures(CPU).dram == 2.0
     assert "cannot be kept" in caplog.text
 
 
@@ -144,21 +138,15 @@ def test_a_file_of_the_user_is_read_and_nothing_measured(probed, tmp_path, monke
 
 # ---- as JSON
 
-OF_A_GPU = HardwareFigures(
-    device_name="a GPU",
-    device_memory_bytes=80 * 2**30,
-    link_up=5e10,
-    link_down=4.5e10,
-    link_up_both=4e10,
-    link_down_both=3.5e10,
-    dram=1e11,
+OF_A_HOST = HardwareFigures("a processor", None, None, None, None, None, 1e10, {1: 1e8}, {"fp32": 1e11})
+OF_A_GPU = replace(
+    FIGURES,
     adamw_by_threads={1: 5e8, 8: 2e9},
     device_adamw=6e10,
     flops={"fp32": 5e13, "bf16": 7e14},
     page_locked=True,
     pageable={"up": 5e9, "down": 4e9, "up_both": 3e9, "down_both": 3e9},
 )
-OF_A_HOST = HardwareFigures("a processor", None, None, None, None, None, 1e10, {1: 1e8}, {"fp32": 1e11})
 
 
 def test_json_gives_the_same_figures():

@@ -153,11 +153,7 @@ CASES: dict[str, tuple[Callable[[torch.dtype], Any], torch.dtype, torch.dtype]] 
     "gelu": (lambda d: functional.gelu(of(d)), BF16, FP32),
     "cross_entropy": (lambda d: functional.cross_entropy(of(d, 4, 8), torch.zeros(4, dtype=torch.long)), FP32, FP32),
     "mse_loss": (lambda d: functional.mse_loss(of(d), of(d)), FP32, FP32),
-    "scatter_add": (
-        lambda d: of(d, 4).scatter_add(0, torch.zeros(4, dtype=torch.long), of(FP32, 4)),
-        FP32,
-        FP32,
-    ),
+    "scatter_add": (lambda d: of(d, 4).scatter_add(0, torch.zeros(4, dtype=torch.long), of(FP32, 4)), FP32, FP32),
     "fp64": (lambda d: of(torch.float64).exp(), torch.float64, torch.float64),
 }
 

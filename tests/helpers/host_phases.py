@@ -7,42 +7,33 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-
 TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 16}
-SIZES = {"large": {"n_embd": 768, "n_layer": 10, "n_head": 12, "vocab_size": 5000, "n_positions": 64}}
+LARGE = {"n_embd": 768, "n_layer": 10, "n_head": 12, "vocab_size": 5000, "n_positions": 64}
 """300 MB of weights."""
-
 ROWS, TOKENS = 2, 8
 
 
-def measured(kind: str, size: str, folder: Path, **options: Any) -> dict[str, dict[str, int]]:
+def measured(kind: str, folder: Path, **options: Any) -> dict[str, dict[str, int]]:
     """Phase -> "process" and "host", the most bytes that its memory grew by, with and without those of the simulated
-    device, and "simulated", the most of that.
-
-    Args:
-        kind: "l2l", "plain", or "plain_checkpointing".
-        size: of the model, one of `SIZES`.
-        folder: for the checkpoints.
-        options: of `L2LTrainingArguments`.
-    """
+    device, and "simulated", the most of that; of "l2l" with options of `L2LTrainingArguments`, or of
+    "plain_checkpointing"."""
     # Freed memory goes back to the system at once, so that it is not counted: that of glibc, which keeps less in one
     # arena than in one of each thread, and that of MKL, whose buffers grow with the largest product so far.
     freed = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    env = {**freed, "MKL_DISABLE_FAST_MM": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, kind, size, str(folder), json.dumps(options)]
-    paths = {**os.environ, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=300)
+    env = {**freed, "MKL_DISABLE_FAST_MM": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, __file__, kind, str(folder), json.dumps(options)]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -95,7 +86,9 @@ def run(kind: str, sizes: dict[str, int], folder: str, options: dict[str, Any], 
 
     from hf_l2l import L2LTrainer, L2LTrainingArguments
 
-    is_l2l = kind == "l2l"
+    def begin(phase: str) -> None:
+        if watch is not None:
+            watch.begin(phase)
 
     class Phases(hf.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -104,19 +97,15 @@ def run(kind: str, sizes: dict[str, int], folder: str, options: dict[str, Any], 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             begin("save" if state.global_step == 2 else "")
 
-    def begin(phase: str) -> None:
-        if watch is not None:
-            watch.begin(phase)
-
     def trainer(**more: Any) -> Any:
-        args: dict[str, Any] = {"per_device_train_batch_size": ROWS, "report_to": "none", "disable_tqdm": True, **more}
         ids = torch.randint(5, 90, (4 * ROWS, TOKENS))
-        if not is_l2l:
-            args["gradient_checkpointing"] = kind == "plain_checkpointing"
-        made = L2LTrainingArguments if is_l2l else hf.TrainingArguments
-        return (L2LTrainer if is_l2l else hf.Trainer)(
+        given = {"per_device_train_batch_size": ROWS, "report_to": "none", "disable_tqdm": True, **more}
+        of_l2l: tuple[Any, ...] = (L2LTrainer, L2LTrainingArguments, options)
+        of_plain = (hf.Trainer, hf.TrainingArguments, {"gradient_checkpointing": True})
+        made, arguments, others = of_l2l if kind == "l2l" else of_plain
+        return made(
             model=hf.GPT2LMHeadModel.from_pretrained(f"{folder}/model"),
-            args=made(output_dir=folder, **args, **(options if is_l2l else {})),
+            args=arguments(output_dir=folder, **given, **others),
             train_dataset=[{"input_ids": row, "labels": row} for row in ids],
             callbacks=[Phases()],
         )
@@ -133,14 +122,7 @@ def run(kind: str, sizes: dict[str, int], folder: str, options: dict[str, Any], 
     begin("")
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Inside, nothing is printed."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
-
-
-def main(kind: str, size: str, folder: str, options: str) -> None:
+def main(kind: str, folder: str, options: str) -> None:
     """Print the bytes of each phase."""
     import torch
 
@@ -149,13 +131,12 @@ def main(kind: str, size: str, folder: str, options: str) -> None:
     torch.set_num_threads(1)
     enable_simulated_accelerator()
     gc.freeze()
-    with quiet():
-        # What libraries allocate once is there before the watch begins.
-        run(kind, TINY, f"{folder}/tiny", json.loads(options))
+    with contextlib.redirect_stdout(io.StringIO()):
+        run(kind, TINY, f"{folder}/tiny", json.loads(options))  # what libraries allocate once
         gc.collect()
         gc.freeze()  # what was imported is not looked at again and again
         watch = Watch()
-        run(kind, SIZES[size], f"{folder}/real", json.loads(options), watch)
+        run(kind, LARGE, f"{folder}/real", json.loads(options), watch)
     print(json.dumps(watch.found))
 
 

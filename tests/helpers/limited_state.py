@@ -27,20 +27,9 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 def main(tier: str, folder: str) -> None:
     torch.manual_seed(0)
-    model, most, is_over = Stack(), [0], threading.Event()
+    model, most, is_over = nn.Sequential(*(Block() for _ in range(LAYERS))), [0], threading.Event()
     options = {"state_tier": "disk", "state_dir": folder} if tier == "disk" else {}
     eps = attach_l2l(model, L2LConfig(layer_classes=("Block",), device="cpu", eps_update="deferred", **options))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), foreach=False))
@@ -52,7 +41,7 @@ def main(tier: str, folder: str) -> None:
     threading.Thread(target=watch, daemon=True).start()
     for step in range(3):
         torch.manual_seed(step)
-        model(torch.randn(4, WIDTH)).backward()
+        model(torch.randn(4, WIDTH)).square().mean().backward()
         optimizer.step()
     eps.synchronize()
     is_over.set()

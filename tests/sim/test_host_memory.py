@@ -7,7 +7,7 @@ import gc
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +17,9 @@ from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.testing import page_lock_limit, page_locked_bytes
-from models import Toy, assert_same_bits, batch_for, gpt2, gradients, train_once
+from models import Toy, assert_same_bits, batch_for, gpt2, gradients, reference, relative_error, train_once
 from runs import OPTIMIZERS, Run, assert_same_run, attach, config_for, train
-from tiers import combinations, more, nightly
+from tiers import combinations, more
 
 
 @pytest.fixture(autouse=True)
@@ -40,77 +40,75 @@ def settled(expected: int) -> int:
     return page_locked_bytes()
 
 
-def small() -> nn.Module:
-    return Toy(2, dropout=0.0)
+def copies_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def on_sim(model: nn.Module | None = None, **options: Any) -> nn.Module:
-    model = small() if model is None else model
+    model = Toy(2, dropout=0.0) if model is None else model
     attach_l2l(model, config_for(model, device="sim", **options))
     return model
 
 
-def batch_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return batch_for(model, masked=False)
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def storages(tensors: Any) -> list[int]:
-    return [t.untyped_storage().data_ptr() for t in tensors]
+def trains_as_plain(model: nn.Module) -> None:
+    """Gradients and updates, also of weights that were just loaded."""
+    batch = batch_for(model, masked=False)
+    for _ in range(2):
+        model.zero_grad()
+        _, expected = reference(model, batch)
+        train_once(model, batch)
+        assert relative_error(gradients(model), expected) <= 1e-6
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def grads(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-# ---- masters
-
-
 def test_masters_stay_the_same_objects_in_memory_of_exact_size():
     """With the same bits and a storage each. Torch's own allocator would take 1.5 times as much for these shapes."""
     model = Toy(2, width=192)
-    objects, values = list(model.parameters()), weights_of(model)
+    objects, values = list(model.parameters()), copies_of(model)
     on_sim(model)
     assert all(a is b for a, b in zip(model.parameters(), objects, strict=True))
-    assert_same_bits(weights_of(model), values)
-    assert len(set(storages(objects))) == len(objects), "tied ones moved once"
+    assert_same_bits(copies_of(model), values)
+    assert len({p.untyped_storage().data_ptr() for p in objects}) == len(objects), "tied ones moved once"
     assert model.head.weight is model.embed.weight
     assert all(p.is_leaf and p.requires_grad and p.is_pinned() for p in objects)
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in objects)
     needed = sum(p.nbytes for p in objects)
     assert needed <= page_locked_bytes() <= 1.1 * needed
-    train_once(model, batch_of(model))
+    train_once(model, batch_for(model, masked=False))
     assert 2 * needed <= page_locked_bytes() <= 1.1 * 2 * needed
     assert len(grads(model)) == len(objects) and all(g.is_pinned() for g in grads(model))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert not any(p.is_pinned() for p in other.parameters()), "a copy is in ordinary memory"
-        assert_same_bits(weights_of(other), values)
+        assert_same_bits(copies_of(other), values)
+
+
+class Odd(nn.Module):
+    """A layer with parameters of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(4, 3).T)
+        self.short = nn.Parameter(torch.randn(3, 3).half(), requires_grad=False)
+        self.switch = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.gaps = nn.Parameter(torch.randn(3, 6)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.transposed[:, :3].float() * self.scalar + self.gaps + self.empty.sum()
 
 
 def test_masters_of_every_kind_keep_dtype_shape_and_strides():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.transposed = nn.Parameter(torch.randn(4, 3).T)
-            self.short = nn.Parameter(torch.randn(3, 3).half(), requires_grad=False)
-            self.switch = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
-            self.empty = nn.Parameter(torch.empty(0, 3))
-            self.scalar = nn.Parameter(torch.tensor(2.0))
-            self.gaps = nn.Parameter(torch.randn(3, 6)[:, ::2])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.transposed[:, :3].float() * self.scalar + self.gaps + self.empty.sum()
-
-    model = nn.Sequential(nn.Linear(3, 3), Block(), Block())
-    named = list(model.named_parameters())
-    before = {n: (p.dtype, p.shape, p.stride(), p.requires_grad, p.detach().clone()) for n, p in named}
-    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",)))
+    model = nn.Sequential(nn.Linear(3, 3), Odd(), Odd())
+    before = {n: (p.dtype, p.requires_grad, p.stride(), p.detach().clone()) for n, p in model.named_parameters()}
+    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Odd",)))
     for name, p in model.named_parameters():
-        dtype, shape, stride, trains, value = before[name]
-        assert (p.dtype, p.shape, p.requires_grad) == (dtype, shape, trains) and torch.equal(p, value)
+        dtype, trains, stride, value = before[name]
+        assert (p.dtype, p.requires_grad) == (dtype, trains) and torch.equal(p, value)
         assert p.stride() == ((3, 1) if "gaps" in name else stride)
     model(torch.randn(3, 3)).square().mean().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
@@ -128,45 +126,40 @@ def test_files_are_as_large_as_before_and_hold_the_same(tmp_path):
         if name == "before":
             train_once(on_sim(model), batch_for(model))
     assert sizes[0] == sizes[1]
-    saved, state = load_file(folder / "model.safetensors"), model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in saved.items())
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in load_file(folder / "model.safetensors").items())
     state = torch.load(folder / "state.pt", weights_only=True)
     assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
 
 
-def views_of_one(one: nn.Linear, other: nn.Linear) -> None:
-    both = torch.randn(20, 8)
-    one.weight, other.weight = nn.Parameter(both[:16]), nn.Parameter(both[4:])
-
-
-def buffer_view(one: nn.Linear, other: nn.Linear) -> None:
-    other.register_buffer("first_row", one.weight.data[0])
-    other.weight = nn.Parameter(one.weight.data)
-
-
-@pytest.mark.parametrize("share", [views_of_one, buffer_view])
-def test_parameters_that_share_memory_stay_where_they_are_and_share(share):
-    model = small()
-    share(model.blocks[0].up, model.blocks[1].up)
-    one, other = model.blocks[0].up.weight, model.blocks[1].up.weight
-    before = one.data_ptr(), other.data_ptr()
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_parameters_that_share_memory_stay_where_they_are_and_share(is_buffer):
+    """Two views of one tensor, or two that are the same and a buffer that is a view."""
+    model, both = Toy(2, dropout=0.0), torch.randn(20, 8)
+    first, second = model.blocks[0].up, model.blocks[1].up
+    if is_buffer:
+        second.register_buffer("first_row", first.weight.data[0])
+        second.weight = nn.Parameter(first.weight.data)
+    else:
+        first.weight, second.weight = nn.Parameter(both[:16]), nn.Parameter(both[4:])
+    shared = one, other = first.weight, second.weight
+    before = [each.data_ptr() for each in shared]
     on_sim(model)
-    assert (one.data_ptr(), other.data_ptr()) == before and not one.is_pinned() and not other.is_pinned()
-    assert model.blocks[0].up.bias.is_pinned() and model.blocks[1].down.weight.is_pinned()
+    assert [each.data_ptr() for each in shared] == before and not any(each.is_pinned() for each in shared)
+    assert first.bias.is_pinned() and model.blocks[1].down.weight.is_pinned()
     with torch.no_grad():
         one.fill_(2.0)
     assert (other == 2.0).any()
-    train_once(model, batch_of(model))
-    assert one.grad is not None and other.grad is not None and one.grad.data_ptr() != other.grad.data_ptr()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    train_once(model, batch_for(model, masked=False))
+    assert one.grad.data_ptr() != other.grad.data_ptr()
 
 
 def test_shared_memory_is_not_locked_and_a_model_that_is_shared_after_attach_trains():
-    model = small()
+    model = Toy(2, dropout=0.0)
     model.blocks[0].share_memory()
-    before = storages(model.blocks[0].parameters())
+    before = [p.data_ptr() for p in model.blocks[0].parameters()]
     on_sim(model)
-    assert storages(model.blocks[0].parameters()) == before
+    assert [p.data_ptr() for p in model.blocks[0].parameters()] == before
     assert all(p.is_shared() for p in model.blocks[0].parameters())
     assert all(p.is_pinned() for p in model.blocks[1].parameters())
     model.share_memory()
@@ -175,26 +168,18 @@ def test_shared_memory_is_not_locked_and_a_model_that_is_shared_after_attach_tra
     trains_as_plain(model)
 
 
-KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
-    "flat": lambda weight: weight.view(-1),
-    "detached rows": lambda weight: weight.detach()[1:],
-    "in a container": lambda weight: [{"first": weight.data}],
-}
-
-
 @pytest.mark.parametrize("disk", [False, True])
 def test_views_that_modules_keep_have_the_values_of_their_weight(disk, tmp_path):
     """Also after training, and in a module that is no layer."""
-    model = small()
-    kept_of = ((model, model.embed), (model.blocks[1], model.blocks[1].up))
-    for module, owner in kept_of:
-        module.kept = {name: keep(owner.weight) for name, keep in KEEP.items()}
+    model = Toy(2, dropout=0.0)
+    owners = {model: model.embed.weight, model.blocks[1]: model.blocks[1].up.weight}
+    for module, weight in owners.items():
+        module.flat, module.rows, module.container = weight.view(-1), weight.detach()[1:], [{"first": weight.data}]
 
     def check_views() -> None:
-        for module, owner in kept_of:
-            for name, kept in module.kept.items():
-                kept = kept if isinstance(kept, torch.Tensor) else kept[0]["first"]
-                assert torch.equal(kept.flatten(), owner.weight.flatten()[-kept.numel() :]), name
+        for module, weight in owners.items():
+            for kept in (module.flat, module.rows, module.container[0]["first"]):
+                assert torch.equal(kept.flatten(), weight.flatten()[-kept.numel() :])
 
     options = {"state_tier": "disk", "state_dir": str(tmp_path)} if disk else {}
     model, eps, optimizer, batch = attach(model, OPTIMIZERS["SGD"], eps_update="deferred", **options)
@@ -211,55 +196,32 @@ def test_views_that_modules_keep_have_the_values_of_their_weight(disk, tmp_path)
         on_sim(model, resident_layers=2)
 
 
-# ---- what else is done to models
-
-
-def trains_as_plain(model: nn.Module) -> None:
-    """Train `model` and a plain copy of it, and compare."""
-    plain, batch = copy.deepcopy(model), batch_of(model)
-    for each in (model, plain):
-        each.train()
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
-        each.zero_grad()
-        for _ in range(2):
-            each(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
-
-
 @pytest.mark.parametrize("assign", [True, *more(False)])
 def test_weights_loaded_after_attach_are_trained_with(assign):
     """With `assign`, parameters that are gone from the model are not kept, nor is the memory of their gradients."""
-    model, other = on_sim(), {name: torch.randn_like(p) for name, p in small().state_dict().items()}
+    model, other = on_sim(), {name: torch.randn_like(p) for name, p in Toy(2).state_dict().items()}
     other["head.weight"] = other["embed.weight"]
-    train_once(model, batch_of(model))
+    train_once(model, batch_for(model, masked=False))
     model.zero_grad()
     locked = page_locked_bytes()
     model.load_state_dict({name: value.clone() for name, value in other.items()}, assign=assign)
     assert_same_bits(model.state_dict(), other)
     trains_as_plain(model)
-    train_once(model, batch_of(model))
     assert all(p.is_pinned() and p.grad.is_pinned() for p in model.parameters())
     assert assign or settled(locked) == locked
 
 
-# ---- how long
-
-
 def test_detach_makes_it_ordinary_memory_and_attach_locks_it_again():
     model = on_sim(stash="host", ubatch_size=3)
-    batch = batch_of(model)
+    batch = batch_for(model, masked=False)
     train_once(model, batch)
-    locked, values, sums = page_locked_bytes(), weights_of(model), gradients(model)
+    locked, values, sums = page_locked_bytes(), copies_of(model), gradients(model)
     detach_l2l(model)
     assert page_locked_bytes() == 0 and not any(t.is_pinned() for t in [*model.parameters(), *grads(model)])
-    assert_same_bits(weights_of(model), values)
+    assert_same_bits(copies_of(model), values)
     assert_same_bits(gradients(model), sums)
     model.zero_grad()
-    on_sim(model, stash="host", ubatch_size=3)
-    train_once(model, batch)
+    train_once(on_sim(model, stash="host", ubatch_size=3), batch)
     assert page_locked_bytes() == locked
     assert_same_bits(gradients(model), sums)
     kept = model.head.bias.grad
@@ -268,38 +230,9 @@ def test_detach_makes_it_ordinary_memory_and_attach_locks_it_again():
     assert settled(of_one) == of_one, "what the user holds is still there"
 
 
-@nightly
-def test_gradients_have_the_same_memory_in_every_step():
-    model, _, optimizer, batch = attach(small(), OPTIMIZERS["SGD"])
-    train_once(model, batch)
-    before = [g.data_ptr() for g in grads(model)]
-    for end in (optimizer.step, optimizer.zero_grad, model.zero_grad, optimizer.step):
-        end()
-        assert not grads(model)
-        train_once(model, batch)
-        assert [g.data_ptr() for g in grads(model)] == before
-    weight = model.blocks[1].up.weight
-    address, kept = weight.grad.data_ptr(), weight.grad[:1]
-    model.zero_grad()
-    train_once(model, batch)
-    assert weight.grad.data_ptr() != address and kept.data_ptr() == address
-    del kept
-    model.zero_grad()
-    train_once(model, batch)
-    assert [g.data_ptr() for g in grads(model)] == before, "its memory is free again"
-    model.zero_grad()
-    losses = [model(**each).loss for each in (batch, batch_for(model, masked=False, seed=2))]
-    for loss in losses:
-        loss.backward()
-        assert [g.data_ptr() for g in grads(model)] == before and all(g.is_pinned() for g in grads(model))
-
-
-# ---- limits
-
-
 @pytest.fixture(scope="module")
 def unlimited() -> Run:
-    found = train(steps=2)
+    found = train()
     gc.collect()  # the model, before what is locked is counted
     torch.sim.synchronize()
     return found
@@ -311,7 +244,7 @@ def unlimited() -> Run:
 def test_with_less_page_locked_memory_the_bits_are_the_same_and_one_warning_says_so(limit, options, unlimited):
     with page_lock_limit(limit), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = train(steps=2, **options)
+        found = train(**options)
     assert_same_run(found, unlimited)
     [warning] = caught
     assert "could be page-locked for sim:0" in str(warning.message)
@@ -328,13 +261,12 @@ def test_the_warning_counts_masters_once_and_comes_with_the_gradients_where_mast
     wanted = 2 * sum(p.nbytes for p in model.parameters())
     assert str(caught[0].message).startswith(f"0 bytes of {wanted / 1024:.1f} KiB")
     assert not any(p.is_pinned() for p in model.parameters())
-    del model
     with page_lock_limit(masters):
-        model = on_sim().eval()
-        batch = batch_of(model)
-        assert all(p.is_pinned() for p in model.parameters())
+        model = on_sim()
+        batch = batch_for(model, masked=False)
         with torch.no_grad():
             model(**batch)
+        assert all(p.is_pinned() for p in model.parameters())
         with pytest.warns(UserWarning, match="could be page-locked"):
             train_once(model, batch)
         model.zero_grad()
@@ -345,5 +277,5 @@ def test_the_warning_counts_masters_once_and_comes_with_the_gradients_where_mast
 def test_a_device_without_page_locking_is_not_asked_and_causes_no_warning(monkeypatch):
     monkeypatch.setattr("hf_l2l.runtime.stream.can_page_lock", lambda device: False)
     model = on_sim(stash="host", ubatch_size=3)
-    train_once(model, batch_of(model))
+    train_once(model, batch_for(model, masked=False))
     assert page_locked_bytes() == 0

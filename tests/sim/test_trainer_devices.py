@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import nn
 
 from budgeted import FIGURES, plan_of
 from hf_l2l import L2LConfig, attach_l2l
@@ -18,7 +17,7 @@ from models import gpt2
 from plain import small_bert
 from runs import UNCHECKED, assert_same_run, assert_same_tensors
 from tiers import more, nightly
-from training import l2l_trainer, plain_trainer, settled_memory, tiny_bert
+from training import l2l_trainer, logs, plain_trainer, settled_memory, tiny_bert
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +28,8 @@ def _two() -> Iterator[None]:
 
 
 def run(folder, **options: Any) -> hf.Trainer:
-    made = l2l_trainer(
-        folder, model=tiny_bert(layers=2), **{"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **options}
-    )
+    given = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **options}
+    made = l2l_trainer(folder, model=tiny_bert(layers=2), **given)
     made.train()
     return made
 
@@ -40,14 +38,11 @@ def run(folder, **options: Any) -> hf.Trainer:
 @pytest.mark.parametrize("merges", ["auto", *more("off")])
 def test_two_devices_run_as_one_with_twice_the_rows_and_one_goes_on(tmp_path, merges):
     """Dropout, evaluation, accumulation; a checkpoint of two devices is resumed on one."""
-    common = {
-        **{"ubatch_size": 4, "gradient_accumulation_steps": 2, "l2l_merge_accumulation": merges},
-        **{"save_strategy": "steps", "save_steps": 1},
-    }
+    common = {"ubatch_size": 4, "gradient_accumulation_steps": 2, "l2l_merge_accumulation": merges}
+    common |= {"save_strategy": "steps", "save_steps": 1}
     both = run(tmp_path / "both", per_device_train_batch_size=4, per_device_eval_batch_size=4, **common)
     one = run(tmp_path / "one", l2l_devices="1", **common)
-    is_already = L2LConfig(device=["sim:0", "sim:1"], ubatch_size=4, **UNCHECKED)
-    attach_l2l(both.model, is_already)
+    attach_l2l(both.model, L2LConfig(device=["sim:0", "sim:1"], ubatch_size=4, **UNCHECKED))  # as it is already
     assert both.args.n_gpu == 2 and both.args.train_batch_size == 8 == one.args.train_batch_size
     assert_same_run(both, one)
     resumed = l2l_trainer(tmp_path / "again", model=tiny_bert(layers=2), max_steps=2, l2l_devices=1, **common)
@@ -55,21 +50,16 @@ def test_two_devices_run_as_one_with_twice_the_rows_and_one_goes_on(tmp_path, me
     assert_same_tensors(resumed.model.state_dict(), both.model.state_dict())
 
 
-@pytest.fixture
-def _figures(tmp_path, monkeypatch):
-    """Nothing of the machine is measured."""
+@nightly
+def test_a_budget_is_that_of_each_device(tmp_path, monkeypatch):
+    """The smallest one that is enough for each; less is refused. "auto" is a share of the smallest device."""
     (tmp_path / "figures.json").write_text(FIGURES.to_json())
     monkeypatch.setenv("HF_L2L_FIGURES", str(tmp_path / "figures.json"))
-
-
-@nightly
-@pytest.mark.usefixtures("_figures")
-def test_a_budget_is_that_of_each_device(tmp_path):
-    """The smallest one that is enough for each; less is refused."""
     settled_memory()
     before = [torch.sim.memory_allocated(number) for number in range(2)]  # of other modules
     enable_simulated_accelerator(10**6 + max(before), devices=2)
-    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1, device_memory_budget="400KiB")
+    given = {"per_device_train_batch_size": 4, "max_steps": 1}
+    made = l2l_trainer(tmp_path, device_memory_budget="400KiB", **given)
     for number in range(2):
         torch.accelerator.reset_peak_memory_stats(torch.device("sim", number))
     made.train()
@@ -77,12 +67,7 @@ def test_a_budget_is_that_of_each_device(tmp_path):
     used = max(after - earlier for after, earlier in zip(held, before, strict=True))
     assert 0 < used <= min(400 * 1024, plan_of(made).peak_bytes * 1.03)
     with pytest.raises(ValueError, match="device_memory_budget"):
-        l2l_trainer(tmp_path / "less", per_device_train_batch_size=4, device_memory_budget="10KiB").train()
-
-
-@nightly
-@pytest.mark.usefixtures("_figures")
-def test_of_unequal_devices_auto_is_a_share_of_the_smallest(tmp_path, monkeypatch):
+        l2l_trainer(tmp_path / "less", device_memory_budget="10KiB", **given).train()
     enable_simulated_accelerator("8MiB", devices=2)
     ask = torch.sim.mem_get_info
 
@@ -91,7 +76,7 @@ def test_of_unequal_devices_auto_is_a_share_of_the_smallest(tmp_path, monkeypatc
         return (free - total // 2, total // 2) if torch.device(device).index == 1 else (free, total)
 
     monkeypatch.setattr(torch.sim, "mem_get_info", half_on_the_second)
-    made = l2l_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1, device_memory_budget="auto")
+    made = l2l_trainer(tmp_path, device_memory_budget="auto", **given)
     made.train()
     assert plan_of(made).budget == int(0.9 * 2**22)
 
@@ -129,20 +114,15 @@ def test_the_search_for_overflows_is_no_matter_of_several_devices(tmp_path, caps
 def test_a_loss_of_items_is_that_of_the_whole_batch(tmp_path):
     """transformers divides the items of a batch by the devices, or multiplies the loss, for `DataParallel`."""
 
-    def model() -> nn.Module:
+    def losses(name, make, **options):
         torch.manual_seed(0)
-        return gpt2()
-
-    def made(folder, make, **options):
-        trainer = make(folder, model=model(), max_steps=2, **options)
+        trainer = make(tmp_path / name, model=gpt2(), max_steps=2, **options)
         trainer.train_dataset = [{"input_ids": (r := list(range(i, i + 6))), "labels": r} for i in range(40)]
         trainer.model_accepts_loss_kwargs = True
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [entry["loss"] for entry in logs(trainer) if "loss" in entry]
 
-    two = made(tmp_path / "two", l2l_trainer, per_device_train_batch_size=4, ubatch_size=4)
-    one = made(tmp_path / "one", l2l_trainer, per_device_train_batch_size=8, ubatch_size=4, l2l_devices="1")
-    assert two == one
+    two = losses("two", l2l_trainer, per_device_train_batch_size=4, ubatch_size=4)
+    assert two == losses("one", l2l_trainer, per_device_train_batch_size=8, ubatch_size=4, l2l_devices="1")
     enable_simulated_accelerator()
-    plain = made(tmp_path / "plain", plain_trainer, per_device_train_batch_size=8)
-    assert two == pytest.approx(plain, rel=1e-4)
+    assert two == pytest.approx(losses("plain", plain_trainer, per_device_train_batch_size=8), rel=1e-4)

@@ -19,7 +19,7 @@ from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
 from models import Toy, assert_same_bits, attached, batch_for, gradients, train_once
 from runs import OPTIMIZERS, attach, config_for
-from scenarios import SCENARIOS, Case
+from scenarios import Case, failing_hook
 from tiers import more, nightly
 from training import settled_memory, tiny_bert
 
@@ -30,14 +30,11 @@ def relay_of(model: nn.Module) -> Relay:
     return relay
 
 
-def on_sim(model: nn.Module, **options: Any) -> nn.Module:
+def toy_on_sim(layers: int = 4, **options: Any) -> nn.Module:
     """A `Toy`, layer to layer."""
+    model = Toy(layers, dropout=0.0, tied=False)
     attach_l2l(model, config_for(model, device="sim", **options))
     return model
-
-
-def toy_on_sim(layers: int = 4, **options: Any) -> nn.Module:
-    return on_sim(Toy(layers, dropout=0.0, tied=False), **options)
 
 
 def train_as_plain(model: nn.Module, plain: nn.Module, *, seed: int = 1) -> None:
@@ -48,17 +45,17 @@ def train_as_plain(model: nn.Module, plain: nn.Module, *, seed: int = 1) -> None
     assert_same_bits(gradients(model), gradients(plain))
 
 
-def pair(layers: int = 4, **options: Any) -> tuple[nn.Module, nn.Module]:
+def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
     """A model under L2L and the same in plain torch."""
-    plain = Toy(layers, dropout=0.0, tied=False)
-    return on_sim(copy.deepcopy(plain), **options), plain
+    return toy_on_sim(**options), Toy(4, dropout=0.0, tied=False)
 
 
 # ---- gradient slots
 
 
 def test_memory_that_had_other_rows_before_is_waited_for():
-    """Rows of a chunk of tokens follow rows of a micro-batch there, and are read as those."""
+    """Rows of a chunk of tokens follow rows of a micro-batch there, and are read as those. So does the host before it
+    reads rows that are not contiguous."""
     stash = relay_of(toy_on_sim(stash="host", boundary="host", ubatch_size=2)).stash
     rows = torch.ones(2, 8, device="sim")
     first = stash.rows_like(rows, 4)
@@ -71,26 +68,14 @@ def test_memory_that_had_other_rows_before_is_waited_for():
     again = next(each for each in taken if host_of(each).data_ptr() == address)
     stash.send(chunk, host_of(again))
     assert (stash.fetch(host_of(again)[:2]).cpu() == 7).all()
+    whole = stash.rows_like(chunk, 4)
+    stash.send(chunk, host_of(whole))
+    assert (stash.fetch(host_of(whole)[:, ::2]).cpu() == 7).all()
     stash.settle()
-
-
-def test_the_host_waits_before_it_reads_rows_that_are_not_contiguous():
-    stash = relay_of(toy_on_sim(stash="host", boundary="host", ubatch_size=2)).stash
-    rows = torch.ones(4, 8, device="sim")
-    whole = stash.rows_like(rows, 4)
-    stash.send(rows, host_of(whole))
-    assert (stash.fetch(host_of(whole)[:, ::2]).cpu() == 1).all()
-    stash.settle()
-
-
-COPIES: list[dict[str, Any]] = [
-    {"cmp": "bf16", "grad_dtype": "16bit"},
-    *more({}, {"cmp": "bf16", "host_copies": "per_sweep"}),
-]
 
 
 @nightly
-@pytest.mark.parametrize("options", COPIES, ids=str)
+@pytest.mark.parametrize("options", [{"cmp": "bf16", "grad_dtype": "16bit"}, {}], ids=str)
 def test_a_layer_travels_in_one_copy_each_way(options):
     layers = 4
     model, eps, optimizer, batch = attach(Toy(layers, tied=False), OPTIMIZERS["SGD"], **options)
@@ -135,9 +120,7 @@ def test_gradients_of_a_layer_in_two_dtypes_are_rounded_each_by_itself(width):
 def test_a_gradient_that_stays_in_the_leaf_is_downloaded_beside_those_in_the_slot(monkeypatch):
     """As a sparse one does, which the simulated accelerator does not have."""
     add = GradientSlots.add
-    monkeypatch.setattr(
-        GradientSlots, "add", lambda slots, number, leaf: add(slots, number, leaf) if leaf.dim() == 2 else None
-    )
+    monkeypatch.setattr(GradientSlots, "add", lambda slots, n, leaf: add(slots, n, leaf) if leaf.dim() == 2 else None)
     model, plain = pair()
     for seed in (1, 2):
         train_as_plain(model, plain, seed=seed)
@@ -158,9 +141,10 @@ def test_a_layer_without_elements_to_train_travels():
 @pytest.mark.parametrize("options", [{"cmp": "bf16"}, *more({})], ids=str)
 def test_a_layer_travels_in_one_copy_again_after_it_has_changed(options):
     model = toy_on_sim(layers=2, **options)
-    layers, eps = list(model.blocks), relay_of(model).eps
+    eps = relay_of(model).eps
 
     def whole() -> bool:
+        model.zero_grad()
         train_once(model, batch_for(model, masked=False))
         units = eps.masters.layer_units
         return all(eps.copies.of_unit(unit).flat is not None and unit.gradient_block is not None for unit in units)
@@ -168,40 +152,26 @@ def test_a_layer_travels_in_one_copy_again_after_it_has_changed(options):
     assert whole()
     settled_memory()  # memory of earlier tests goes
     locked = page_locked_bytes()
-    weight = layers[0].down.weight
+    weight = model.blocks[0].down.weight
     weight.data = weight.data.clone()
-    model.zero_grad()
     assert whole() and page_locked_bytes() == locked
-    for layer in layers:
+    for layer in model.blocks:
         layer.adapter = nn.Linear(2, 2)
-    model.zero_grad()
     assert whole()
-
-
-class Adapter(nn.Module):
-    """A linear layer with a second, longer way beside it."""
-
-    def __init__(self, base: nn.Linear, width: int):
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(base.in_features, width), nn.Linear(width, base.out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 def test_a_layer_that_grows_after_attach_trains():
     model, plain = pair(prefetch=True)
     train_as_plain(model, plain)
     torch.manual_seed(2)
-    adapted = Adapter(plain.blocks[2].down, 300)
+    adapted = nn.Sequential(plain.blocks[2].down, nn.Linear(8, 300), nn.Linear(300, 8))
     for each, adapter in ((model, copy.deepcopy(adapted)), (plain, adapted)):
         each.blocks[2].down = adapter
         each.requires_grad_(False)
-        adapter.down.requires_grad_(True)
+        adapter[1].requires_grad_(True)
     for seed in (3, 4):
         train_as_plain(model, plain, seed=seed)
-    assert adapted.down.weight.grad is not None and adapted.base.weight.grad is None
+    assert adapted[1].weight.grad is not None and adapted[0].weight.grad is None
 
 
 @pytest.mark.parametrize("stash", ["host", *more("device")])
@@ -224,8 +194,14 @@ class Interrupted(Exception):
     pass
 
 
-def fail_once_at(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the EPS fail once, when it receives the gradient of the parameter `name`."""
+@pytest.mark.parametrize(
+    ("name", "raised_by"), [("head.weight", "backward"), ("embed.weight", "forward"), ("embed.weight", "optimizer")]
+)
+def test_an_error_in_a_hook_is_raised_by_what_comes_next(name, raised_by, monkeypatch):
+    """Of the first hook, by the next layer's backward; of the last, by the next forward, or by the optimizer before it
+    changes a weight."""
+    model, plain = pair()
+    optimizer = attach_l2l(model, config_for(model)).wrap(torch.optim.SGD(model.parameters(), lr=0.1))
     receive, failing = Gradients.receive, [dict(model.named_parameters())[name]]
 
     def fail(held: Gradients, sums: Any, *rest: Any) -> None:
@@ -235,34 +211,19 @@ def fail_once_at(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -
         receive(held, sums, *rest)
 
     monkeypatch.setattr(Gradients, "receive", fail)
-
-
-LAST, FIRST = "embed.weight", "head.weight"  # in the order of a backward
-
-
-@pytest.mark.parametrize("name", [FIRST, LAST])
-def test_an_error_in_a_hook_is_raised_by_the_next_layers_backward_or_the_next_forward(name, monkeypatch):
-    model, plain = pair()
-    fail_once_at(name, model, monkeypatch)
     batch = batch_for(model, masked=False)
-    if name == LAST:
+    if raised_by != "backward":
         train_once(model, batch)
+    acts = {
+        "backward": train_once,
+        "forward": lambda model, batch: model(**batch),
+        "optimizer": lambda *_: optimizer.step(),
+    }
     with pytest.raises(Interrupted):
-        train_once(model, batch) if name == FIRST else model(**batch)
-    train_as_plain(model, plain)
-
-
-def test_an_error_in_the_last_hook_is_raised_by_the_optimizer_before_it_changes_a_weight(monkeypatch):
-    model, plain = pair()
-    optimizer = attach_l2l(model, config_for(model)).wrap(torch.optim.SGD(model.parameters(), lr=0.1))
-    fail_once_at(LAST, model, monkeypatch)
-    train_once(model, batch_for(model, masked=False))
-    with pytest.raises(Interrupted):
-        optimizer.step()
+        acts[raised_by](model, batch)
     assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
     train_as_plain(model, plain)
-    others = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer.step(), others.step()
+    optimizer.step(), torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
@@ -286,47 +247,29 @@ def test_an_error_in_a_layers_own_hook_is_raised_by_that_backward(monkeypatch):
 # ---- the stash on the host
 
 
-def of_length(model: nn.Module, tokens: int) -> dict[str, torch.Tensor]:
-    return {name: value.repeat(1, 3)[:, :tokens] for name, value in batch_for(model, masked=False).items()}
-
-
-def room_bytes(model: nn.Module) -> int:
-    found: int = relay_of(model).stash.tiers.host_bytes()
-    return found
+@nightly
+def test_batches_of_changing_length_take_no_more_rooms():
+    """What is too small is given back when the next forward begins; sizes are rounded up."""
+    lengths, most = [9, 2, 15, 3], 0
+    for first in ([15], []):
+        model = toy_on_sim(layers=2, stash="host")
+        tiers, batch = relay_of(model).stash.tiers, batch_for(model, masked=False)
+        for tokens in (*first, *lengths):
+            train_once(model, {name: value.repeat(1, 3)[:, :tokens] for name, value in batch.items()})
+            most = most or tiers.host_bytes()
+            assert tiers.host_bytes() <= (most if first else 2 * most)
+            relay_of(model).stash.start_forward()
+            assert tiers.host_bytes() < 1.2 * most
 
 
 @nightly
-@pytest.mark.parametrize("lengths", [[9, 2, 15, 3], *more([15, 9, 5, 2])], ids=str)
-def test_batches_of_changing_length_take_no_more_rooms(lengths):
-    model = toy_on_sim(layers=2, stash="host")
-    train_once(model, of_length(model, 15))
-    most, locked = room_bytes(model), page_locked_bytes()
-    for tokens in lengths:
-        train_once(model, of_length(model, tokens))
-        assert room_bytes(model) <= most and page_locked_bytes() <= locked
-    fresh = toy_on_sim(layers=2, stash="host")
-    for tokens in lengths:  # what is too small is given back when the next forward begins
-        train_once(fresh, of_length(fresh, tokens))
-        assert room_bytes(fresh) <= 2 * most
-        relay_of(fresh).stash.start_forward()
-        assert room_bytes(fresh) < 1.2 * most  # sizes are rounded up
-
-
-FAILING = ("failing_hook", "interrupted")
-"""Programs after which something is most easily left."""
-
-
-@nightly
-@pytest.mark.parametrize("name", [*FAILING, *more(*(name for name in SCENARIOS if name not in FAILING))])
-def test_no_program_takes_more_and_more(name):
+def test_hooks_that_fail_leave_nothing():
     options = {"ubatch_size": 4, "stash": "host", "gradient_slots": 1}
     made = attach(Toy(2), **options)
     case = Case(*made, config_for(made[0], device="sim", **options))
     seen = []
     for _ in range(4):
-        case.model.requires_grad_(True)
-        case.optimizer.zero_grad()
-        SCENARIOS[name](case)
+        failing_hook(case)
         case.optimizer.zero_grad()
         seen.append((settled_memory(), page_locked_bytes()))
     # What one turn leaves to the next one's forward, it may have left or not when the memory is read.
