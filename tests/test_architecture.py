@@ -74,14 +74,15 @@ PROGRAMS = {"cli"}
 """Floors that nothing else imports. They may import the package itself, the simulated accelerator to run on, and the
 demo data."""
 
+
+def floor_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
 FILES = sorted(PACKAGE.rglob("*.py"))
-ENGINE = [f for f in FILES if f.relative_to(PACKAGE).parts[0].removesuffix(".py") in FLOORS]
-OURS = [*FILES, *sorted(p for p in (ROOT / "tests").rglob("*.py"))]
+ENGINE = [file for file in FILES if floor_of(file) in FLOORS]
+OURS = [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]
 MAX_LINES = 600
-
-
-def named(file: Path) -> str:
-    return str(file.relative_to(ROOT))
 
 
 @cache
@@ -96,7 +97,7 @@ def nodes_of(tree: ast.AST) -> list[ast.AST]:
 
 def found_in(files: Iterable[Path], check: Callable[[Path], Collection[Any]]) -> dict[str, Collection[Any]]:
     """File -> what `check` finds there, of those where it finds something."""
-    return {named(file): found for file in files if (found := check(file))}
+    return {str(file.relative_to(ROOT)): found for file in files if (found := check(file))}
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
@@ -111,9 +112,7 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
 
 def own_imports(tree: ast.AST) -> set[str]:
     """Folders and files at the top that are imported: "engine" for `from hf_l2l.engine.relay import Relay`."""
-    found = {name.split(".")[1] for name in imports_of(tree) if name.startswith("hf_l2l.")}
-    bare = {name for name in imports_of(tree) if name == "hf_l2l"}
-    return found | bare
+    return {name.split(".")[:2][-1] for name in imports_of(tree) if name.split(".")[0] == "hf_l2l"}
 
 
 def forbidden_imports(floor: str, tree: ast.AST) -> set[str]:
@@ -124,10 +123,6 @@ def forbidden_imports(floor: str, tree: ast.AST) -> set[str]:
 
 def third_party(tree: ast.AST) -> set[str]:
     return {name.split(".")[0] for name in imports_of(tree)} - set(sys.stdlib_module_names) - {"hf_l2l"}
-
-
-def floor_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def test_everything_has_a_floor_is_installed_and_says_what_lives_there():
@@ -173,76 +168,54 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def targets_of(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.Assign):
-        return [part for target in node.targets for part in ast.walk(target)]
-    return list(ast.walk(node.target)) if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
-
-
 def data_assignments(tree: ast.AST) -> list[int]:
     """Lines that write through `.data`, which autograd does not see."""
-    found = [n for n in nodes_of(tree) for t in targets_of(n) if isinstance(t, ast.Attribute) and t.attr == "data"]
-    in_place = [
-        n
-        for n in nodes_of(tree)
-        if isinstance(n, ast.Call)
-        and isinstance(n.func, ast.Attribute)
-        and n.func.attr.endswith("_")
-        and isinstance(n.func.value, ast.Attribute)
-        and n.func.value.attr == "data"
-    ]
-    return [n.lineno for n in (*found, *in_place)]
+
+    def is_data(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == "data"
+
+    def writes(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            return isinstance(node.ctx, ast.Store) and any(map(is_data, ast.walk(node)))
+        called = node.func if isinstance(node, ast.Call) else None
+        return isinstance(called, ast.Attribute) and called.attr.endswith("_") and is_data(called.value)
+
+    return [node.lineno for node in nodes_of(tree) if writes(node)]
+
+
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 
 def unsafe_loads(tree: ast.AST) -> list[int]:
     """Lines that may run code which is stored in a file."""
-    loads = [n for n in nodes_of(tree) if isinstance(n, ast.Call) and dotted(n.func) == "torch.load"]
-    safe = [
-        n
-        for n in loads
-        for k in n.keywords
-        if k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True
-    ]
-    pickles = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
-    importing = [
-        n
-        for n in nodes_of(tree)
-        if isinstance(n, ast.Import | ast.ImportFrom) and {name.split(".")[0] for name in imports_of(n)} & pickles
-    ]
-    return [n.lineno for n in loads if n not in safe] + [n.lineno for n in importing]
+
+    def may_run(node: ast.AST) -> bool:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            return bool({name.split(".")[0] for name in imports_of(node)} & PICKLES)
+        is_load = isinstance(node, ast.Call) and dotted(node.func) == "torch.load"
+        return is_load and "weights_only=True" not in map(ast.unparse, node.keywords)
+
+    return [node.lineno for node in nodes_of(tree) if may_run(node)]
+
+
+BROAD = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
 
 
 def broad_handlers(tree: ast.AST) -> list[int]:
     """Lines that catch unforeseen errors."""
-    broad = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
-
-    def caught(handler: ast.ExceptHandler) -> list[ast.AST]:
-        kinds = handler.type
-        return list(kinds.elts) if isinstance(kinds, ast.Tuple) else [kinds] if kinds is not None else []
-
-    return [
-        n.lineno
-        for n in nodes_of(tree)
-        if isinstance(n, ast.ExceptHandler) and (n.type is None or {dotted(kind) for kind in caught(n)} & broad)
-    ]
+    handlers = [node for node in nodes_of(tree) if isinstance(node, ast.ExceptHandler)]
+    return [each.lineno for each in handlers if each.type is None or BROAD & set(map(dotted, ast.walk(each.type)))]
 
 
 def undocumented(tree: ast.Module) -> list[str]:
     """Public functions and classes without a docstring, and the module if it has none."""
-    public = [
-        n
-        for n in tree.body
-        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not n.name.startswith("_")
-    ]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
     found = [] if ast.get_docstring(tree) else ["the module"]
-    return found + [n.name for n in public if not ast.get_docstring(n)]
+    return found + [node.name for node in public if not ast.get_docstring(node)]
 
 
-CHECKS = {
-    "data assignment": data_assignments,
-    "unsafe load": unsafe_loads,
-    "broad handler": broad_handlers,
-}
+CHECKS = {"data assignment": data_assignments, "unsafe load": unsafe_loads, "broad handler": broad_handlers}
 
 
 def test_habits():
@@ -274,13 +247,7 @@ def test_no_path_leads_out_of_the_project():
 
 
 FOUND = {
-    "data assignment": [
-        "p.data = q",
-        "p.data += q",
-        "a, p.data = 1, 2",
-        "p.data[0] = q",
-        "p.data.copy_(q)",
-    ],
+    "data assignment": ["p.data = q", "p.data += q", "a, p.data = 1, 2", "p.data[0] = q", "p.data.copy_(q)"],
     "unsafe load": [
         "torch.load(f)",
         "torch.load(f, weights_only=False)",
@@ -309,16 +276,11 @@ def test_checks_find():
     for source in ("from tests.stash.test_cmp import made", "import test_cmp", "from tests import x"):
         assert len(modules_of_tests(ast.parse(source))) == 1
     assert modules_of_tests(ast.parse("from models import bert\nimport pytest")) == set()
-    for text, leads in (
-        ("open('/wor" + "k/file')", True),
-        ("see ../shar" + "ed/file", True),
-        ("the /workers", False),
-        ("a/work/", False),
-    ):
-        assert bool(OUTSIDE.findall(text)) == leads, text
+    assert OUTSIDE.findall("open('/wor" + "k/file')") and OUTSIDE.findall("see ../shar" + "ed/file")
+    assert not OUTSIDE.findall("the /workers") and not OUTSIDE.findall("a/work/")
 
 
-ARROWS: list[tuple[str, str, set[str]]] = [
+ARROWS = [
     ("eps", "from hf_l2l.engine.relay import Relay", {"engine"}),
     ("eps", "from hf_l2l import engine, runtime", {"engine"}),
     ("eps", "import hf_l2l.hf.trainer", {"hf"}),
@@ -335,22 +297,14 @@ ARROWS: list[tuple[str, str, set[str]]] = [
 def test_arrows_up_are_found():
     for floor, source, forbidden in ARROWS:
         assert forbidden_imports(floor, ast.parse(source)) == forbidden, source
-    tree = ast.parse("import os, torch.nn\nfrom transformers.utils import logging")
-    assert third_party(tree) == {"torch", "transformers"}
+    assert third_party(ast.parse("import os, torch.nn\nfrom transformers.utils import logging")) == {
+        "torch",
+        "transformers",
+    }
 
 
-PRIVATE = (
-    "torch._C",
-    "_is_checkpoint_valid",
-    "_execution_engine",
-    "_unsafe_preserve_version_counter",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_NormBase",
-    "_BatchNorm",
-    "_non_persistent_buffers_set",
-    "_active_collector",
-)
+PRIVATE = """torch._C _is_checkpoint_valid _execution_engine _unsafe_preserve_version_counter _optimizer_step_pre_hooks
+    _optimizer_step_post_hooks _NormBase _BatchNorm _non_persistent_buffers_set _active_collector""".split()
 """Private names of torch and transformers, which `compat.py` has for the others."""
 
 
@@ -368,14 +322,11 @@ def test_the_picture_of_the_folders_has_every_floor_in_its_order():
     assert shown == [floor for floor in reversed(FLOORS) if floor != "measure"] and "measure.py" in picture[1]
 
 
-WALKS = re.compile(r"^\d+\. .*$", re.M)
-
-
 def test_the_walks_name_what_is_there():
     """Every file that they point to, and every name in code that the package has."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    walks = "\n".join(WALKS.findall(text))
-    assert len(WALKS.findall(walks)) == 30
+    lines = re.findall(r"^\d+\. .*$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(lines) == 30
+    walks = "\n".join(lines)
     assert all((PACKAGE / file).is_file() for file in re.findall(r"`(\w+/\w+\.py)`", walks))
     code = "\n".join(file.read_text() for file in ENGINE)
     for name in re.findall(r"`((?:[A-Z]\w+\.)?\w+)`", walks):
@@ -398,10 +349,6 @@ OF_LIBRARIES = frozenset(
 sets them in objects of theirs."""
 
 
-def is_private(name: str) -> bool:
-    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
-
-
 def private_names(tree: ast.AST, *, of_self: bool = False) -> set[str]:
     """Names with one underscore that are defined: functions, classes, variables and attributes, those of `self` alone
     with `of_self`."""
@@ -409,13 +356,12 @@ def private_names(tree: ast.AST, *, of_self: bool = False) -> set[str]:
     for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if not of_self or dotted(node.value) == "self" else set()
         elif isinstance(node, ast.alias):
             found.add(node.asname or node.name)
-    return {name for name in found if is_private(name)}
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner, _, name = dotted(node).rpartition(".")
+            found |= {name} if not of_self or owner == "self" or isinstance(node, ast.Name) else set()
+    return {name for name in found if re.fullmatch(r"_[A-Za-z]\w*", name)}
 
 
 @cache
@@ -534,10 +480,7 @@ def modules_beside(tree: ast.AST) -> set[str]:
 def test_tests_import_the_modules_that_are_listed():
     listed = {".".join(filter(None, ("hf_l2l", folder, n))) for folder, names in BESIDE.items() for n in names.split()}
     imported = set().union(*(modules_beside(tree_of(file)) for file in TESTS))
-    assert {"not listed": imported - listed, "not imported": listed - imported} == {
-        "not listed": set(),
-        "not imported": set(),
-    }
+    assert (imported - listed, listed - imported) == (set(), set()), "what is not listed, and what is not imported"
     assert all(names.split() == sorted({*names.split()}) for names in BESIDE.values())
 
 

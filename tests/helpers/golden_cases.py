@@ -1,7 +1,7 @@
 """The runs of a golden recording, and the one table in which their options are spelled.
 
 A case speaks of options by terms of its own, so that it means the same before and after an option gets another name:
-only `OPTIONS`, `VALUES` and `NAMES` change then, and recordings of earlier commits stay comparable.
+only its line in `OPTIONS` changes then, and recordings of earlier commits stay comparable.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from hf_l2l.option_names import argument
 
 OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "micro-batch": ("ubatch_size", "ubatch_size"),
@@ -48,13 +50,9 @@ OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "noise": (None, "l2l_noise_scale"),
     "noise every": (None, "l2l_noise_scale_every"),
 }
-"""Term -> what `L2LConfig` and the Trainer's arguments call the option; None where it is none of theirs. A dot leads
-into a dict: "placement.boundary" is `placement={"boundary": ...}`."""
+"""Term -> what `L2LConfig` and the Trainer's arguments call the option; None where it is none of theirs."""
 
-VALUES: dict[str, dict[Any, Any]] = {}
-"""Term -> its value in a case -> today's value, where that is another one."""
-
-NOT_RECORDED = {
+_NOT_RECORDED = {
     "num_threads": "bits do not depend on it, and a recording has one thread",
     "check_recompute": "it compares, and changes no bits",
     "rank_timeout": "no rank fails here",
@@ -62,20 +60,12 @@ NOT_RECORDED = {
     "loss_scale_growth": "a factor like that of the backoff, which overflows show",
     "loss_scale_backoff": "its default is used in each case that overflows",
     "layer_classes": "it names layers that these models are found to have",
-    "l2l_num_threads": "as above",
-    "l2l_check_recompute": "as above",
-    "l2l_rank_timeout": "as above",
-    "l2l_trace": "as above",
+}
+NOT_RECORDED = {name: why for of, why in _NOT_RECORDED.items() for name in (of, argument(of))} | {
     "l2l_realtime_errors": "no disk fails here",
-    "l2l_loss_scale_growth": "as above",
-    "l2l_loss_scale_backoff": "as above",
-    "l2l_layer_classes": "as above",
     "l2l_log_times": "times are not recorded",
 }
 """Options that no case sets, each with the reason."""
-
-NAMES: dict[str, str] = {}
-"""Today's name -> the recorded one, where they differ: of memory in `eps.memory_report()`, and of files."""
 
 FIELDS: dict[str, dict[str, str]] = {
     "trainer_state.json": {
@@ -124,30 +114,16 @@ LOGS = {
 
 def options_of(terms: Mapping[str, Any], *, of_trainer: bool = False) -> dict[str, Any]:
     """The keyword arguments of `L2LConfig`, or of the Trainer's arguments, that `terms` mean today."""
-    found: dict[str, Any] = {}
-    for term, value in terms.items():
-        name = OPTIONS[term][of_trainer]
-        assert name is not None, f"{term!r} is no option {'of the Trainer' if of_trainer else 'of L2LConfig'}"
-        *path, last = name.split(".")
-        inside = found
-        for part in path:
-            inside = inside.setdefault(part, {})
-        inside[last] = VALUES[term].get(value, value) if term in VALUES else value
-    return found
+    names = {term: OPTIONS[term][of_trainer] for term in terms}
+    assert None not in names.values(), f"not all options of {'the Trainer' if of_trainer else 'L2LConfig'}: {names}"
+    return {str(names[term]): value for term, value in terms.items()}
 
 
 def terms_of(options: Any, *, of_trainer: bool) -> dict[str, Any]:
     """Term -> value of what `options`, a dict or an object, say of the options that the table has."""
-    found = {}
-    for term, names in OPTIONS.items():
-        name = names[of_trainer]
-        value = options
-        for part in name.split(".") if name is not None else ():
-            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
-        if name is not None and value is not None:
-            meant = {str(now): then for then, now in VALUES.get(term, {}).items()}
-            found[term] = meant.get(str(value), value)
-    return found
+    has = options if isinstance(options, Mapping) else vars(options)
+    found = {term: has.get(names[of_trainer]) for term, names in OPTIONS.items()}
+    return {term: value for term, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)

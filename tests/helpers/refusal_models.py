@@ -18,11 +18,27 @@ from budgeted import FIGURES
 from hf_l2l import L2LConfig, Lamb, attach_l2l, copy_as
 from hf_l2l.runtime import stream
 from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit
-from refusals import Act, Change, Prepare, Rows, Scene, attached, counts, gives, row, trainer, used, variable
+from models import llama
+from refusals import (
+    Act,
+    Change,
+    Prepare,
+    Rows,
+    Scene,
+    attached,
+    call,
+    counts,
+    gives,
+    late,
+    row,
+    trainer,
+    used,
+    variable,
+)
 from toy_quantized import ToyInt8, quantized
 from training import rows, tiny_bert
 
-POOLER = "bert.pooler.dense"
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -34,14 +50,11 @@ def batch() -> dict[str, torch.Tensor]:
 # ---- models
 
 
-def _weight(make: Callable[[nn.Parameter], nn.Parameter], of: str = POOLER) -> Change:
+def _weight(make: Callable[[nn.Parameter], nn.Parameter]) -> Change:
     """Another weight of a linear module."""
-
-    def change(scene: Scene, model: Any) -> None:
-        dense = model.get_submodule(of)
-        dense.register_parameter("weight", make(dense.weight))
-
-    return change
+    return lambda scene, model: model.bert.pooler.dense.register_parameter(
+        "weight", make(model.bert.pooler.dense.weight)
+    )
 
 
 def _named(name: str, values: torch.Tensor, **options: Any) -> nn.Parameter:
@@ -60,10 +73,6 @@ class _NoKernel(ToyInt8):
 def _untrainable(weight: nn.Parameter) -> nn.Parameter:
     parts = (torch.zeros(16, 16, dtype=torch.int8), torch.ones(16, 1))
     return nn.Parameter(_NoKernel(*parts, shape=torch.Size([16, 16]), dtype=torch.float32), requires_grad=False)
-
-
-def _placed(scene: Scene, model: Any) -> None:
-    model.hf_device_map = {"": "disk"}
 
 
 def _hooked(scene: Scene, model: Any) -> None:
@@ -87,21 +96,15 @@ def _reformer(scene: Scene, model: Any) -> nn.Module:
     return hf.ReformerModel(config)
 
 
-def _attached_before(scene: Scene, model: Any) -> None:
-    attach_l2l(model, L2LConfig(device="cpu", ubatch_size=4))
-
-
 def _another_layer(model: Any, eps: Any) -> Act:
     model.bert.encoder.layer.append(copy.deepcopy(model.bert.encoder.layer[0]))
     return partial(model, **batch())
 
 
-def _config_of_another_kind(scene: Scene) -> Act:
-    return partial(attach_l2l, scene.model(), {"stash": "host"})
-
-
 MODELS: Rows = {
-    "`from_pretrained(name, device_map='auto')`": attached(_placed),
+    "`from_pretrained(name, device_map='auto')`": attached(
+        lambda scene, model: setattr(model, "hf_device_map", {"": "disk"})
+    ),
     "a model made inside `torch.device('meta')`": attached(lambda scene, model: model.to("meta")),
     "`fully_shard(model)`, or `tp_plan='auto'`": attached(_weight(lambda weight: _named("DTensor", weight.data))),
     "`FullyShardedDataParallel(model)`": attached(
@@ -125,8 +128,10 @@ MODELS: Rows = {
         attached(layer_classes=("BertLayers",)), varies="BertAttention.*"
     ),
     "`attach_l2l(model, L2LConfig(resident_layers=9))`": attached(resident_layers=9),
-    "`attach_l2l(model, {'stash': 'host'})`": _config_of_another_kind,
-    "`attach_l2l(model, other_config)`, on an attached model": attached(_attached_before),
+    "`attach_l2l(model, {'stash': 'host'})`": lambda scene: partial(attach_l2l, scene.model(), {"stash": "host"}),
+    "`attach_l2l(model, other_config)`, on an attached model": attached(
+        lambda scene, model: attach_l2l(model, L2LConfig(device="cpu", ubatch_size=4))
+    ),
     "`model.bert.encoder.layer.append(...)`, on an attached model": used(_another_layer),
     "`model.half()`, on an attached model": used(lambda model, eps: partial(model.to, torch.float16)),
     "`model.to('meta')`, on an attached model": used(lambda model, eps: partial(model.to, "meta")),
@@ -143,20 +148,8 @@ MODELS: Rows = {
 # ---- devices and memory
 
 
-def _no_generator(scene: Scene, model: Any) -> None:
-    scene.patch.delattr(torch.get_device_module("sim"), "get_rng_state")
-
-
 def _held(scene: Scene, model: Any) -> None:
     scene.held += map(weakref.ref, model.parameters())
-
-
-def _short(scene: Scene, model: Any) -> None:
-    model.bfloat16()
-
-
-def _gradient_hook(scene: Scene, model: Any) -> None:
-    model.classifier.bias.register_hook(lambda gradient: gradient)
 
 
 def _in_two_layers(scene: Scene, model: Any) -> None:
@@ -169,24 +162,18 @@ def _tied_by_memory(scene: Scene, model: Any) -> None:
     embeddings.position_embeddings.weight = nn.Parameter(embeddings.word_embeddings.weight.detach()[:16])
 
 
-def _saved_by_a_graph(scene: Scene, model: Any) -> None:
-    scene.held.append(model.classifier.bias.square().sum())
-
-
 def _misplaced(model: Any, eps: Any) -> Act:
     model.bert.encoder.layer[1].output.dense.bias = nn.Parameter(torch.zeros(16, device="sim"))
     return partial(model, **batch())
 
 
+FIGURES_FILE = variable("HF_L2L_FIGURES", "figures.json")
+"""Nothing of this machine is measured; to ask what was is another error, where there is no such file."""
+
+
 def _with_figures(scene: Scene, model: Any) -> None:
-    """Nothing of this machine is measured."""
-    scene.patch.setenv("HF_L2L_FIGURES", str(scene.folder / "figures.json"))
+    FIGURES_FILE(scene, model)
     (scene.folder / "figures.json").write_text(FIGURES.to_json())
-
-
-def _unmeasured(scene: Scene, model: Any) -> None:
-    """To ask what was measured of this machine is another error: there is no such file."""
-    scene.patch.setenv("HF_L2L_FIGURES", str(scene.folder / "figures.json"))
 
 
 def _budget(asked: str, *changes: Change) -> Prepare:
@@ -209,9 +196,7 @@ def _visible(devices: int) -> Change:
 
 
 _LACKS_BF16 = gives("hf_l2l.model.precision.stream.device_module", SimpleNamespace(is_bf16_supported=lambda: False))
-_FREE = "hf_l2l.runtime.stream.memory_free"
 _FOLDER = "'/[^']*'"
-_AVAILABLE = "hf_l2l.memory.host_limits.available_host_bytes"
 DEVICES: Rows = {
     "`attach_l2l(model, L2LConfig(device='sim:9'))`": attached(device="sim:9"),
     "`attach_l2l(model, L2LConfig(device=['sim:0', 'cpu']))`": attached(device=["sim:0", "cpu"]),
@@ -223,12 +208,16 @@ DEVICES: Rows = {
     ),
     "`l2l_devices='1,0'`": trainer(_visible(2), use_cpu=False, l2l_devices="1,0"),
     "`attach_l2l(model, L2LConfig(device='meta'))`": attached(device="meta"),
-    "a device whose torch module has no `get_rng_state`": attached(_no_generator, device="sim"),
+    "a device whose torch module has no `get_rng_state`": attached(
+        lambda scene, model: scene.patch.delattr(torch.get_device_module("sim"), "get_rng_state"), device="sim"
+    ),
     "`cmp='bf16'`, on a device that only emulates it": attached(_LACKS_BF16, cmp="bf16"),
     "`cmp='auto', eps_update='eager'`, on a device without bf16": attached(
         _LACKS_BF16, cmp="auto", eps_update="eager"
     ),
-    "`cmp='bf16'`, on a model in 16 bits, with weak references to it": attached(_short, _held, cmp="bf16"),
+    "`cmp='bf16'`, on a model in 16 bits, with weak references to it": attached(
+        lambda scene, model: model.bfloat16(), _held, cmp="bf16"
+    ),
     "`stash='disk', spill_dir='nowhere'`": attached(device="sim", stash="disk", spill_dir="nowhere"),
     "`state_tier='disk', state_dir='nowhere'`": attached(state_tier="disk", state_dir="nowhere"),
     "`state_tier='disk'`, on Windows": row(
@@ -242,27 +231,40 @@ DEVICES: Rows = {
     ),
     "`stash='disk'`, on Windows": attached(gives("hf_l2l.stash.spill.can_spill", False), device="sim", stash="disk"),
     "`resident='shell'`, with weak references to parameters": attached(_held, device="sim", resident="shell"),
-    "`resident='shell'`, with a gradient hook": attached(_gradient_hook, device="sim", resident="shell"),
+    "`resident='shell'`, with a gradient hook": attached(
+        lambda scene, model: model.classifier.bias.register_hook(lambda gradient: gradient),
+        device="sim",
+        resident="shell",
+    ),
     "`resident_layers=1`, of a weight that two layers share": attached(
         _in_two_layers, device="sim", resident_layers=1
     ),
-    "`resident='shell'`, after a forward whose graph is still there": row(
-        attached(_saved_by_a_graph, device="sim", resident="shell"), is_early=False
+    "`resident='shell'`, after a forward whose graph is still there": late(
+        attached(
+            lambda scene, model: scene.held.append(model.classifier.bias.square().sum()),
+            device="sim",
+            resident="shell",
+        )
     ),
     "`resident_layers=1`, and a device parameter put into another layer": used(
         _misplaced, device="sim", resident_layers=1
     ),
-    "a host without memory for training": row(
-        trainer(gives(_AVAILABLE, 0), gives("hf_l2l.memory.host_limits.own_bytes", 0), runs=True),
-        is_early=False,
+    "a host without memory for training": late(
+        trainer(
+            gives("hf_l2l.memory.host_limits.available_host_bytes", 0),
+            gives("hf_l2l.memory.host_limits.own_bytes", 0),
+            runs=True,
+        ),
         varies=r"[\d.]+ KiB|\d bytes",
         kind=MemoryError,
     ),
     "`attach_l2l(model, L2LConfig(device_memory_budget='1GiB'))`": attached(
         _with_figures, device="sim", device_memory_budget="1GiB"
     ),
-    "`device_memory_budget='1KiB'`": row(_budget("1KiB", _unmeasured), varies=r"\d+KiB"),
-    "`device_memory_budget='1GiB'`, of which less is free": _budget("1GiB", _with_figures, gives(_FREE, 2**20)),
+    "`device_memory_budget='1KiB'`": row(_budget("1KiB", FIGURES_FILE), varies=r"\d+KiB"),
+    "`device_memory_budget='1GiB'`, of which less is free": _budget(
+        "1GiB", _with_figures, gives("hf_l2l.runtime.stream.memory_free", 2**20)
+    ),
     "`device_memory_budget='1GiB', label_smoothing_factor=0.1`": trainer(
         runs=True, use_cpu=False, device_memory_budget="1GiB", label_smoothing_factor=0.1
     ),
@@ -276,7 +278,6 @@ class MyOptimizer(torch.optim.SGD):
     """Cannot be taken apart: its step draws random numbers."""
 
     def step(self, closure: Any = None) -> Any:
-        """Make a step."""
         torch.rand(())
         return super().step(closure)
 
@@ -291,23 +292,17 @@ def _half_frozen(scene: Scene, model: Any) -> None:
     model.classifier.float().requires_grad_()
 
 
-def _thawed(model: Any, eps: Any) -> Act:
-    return partial(eps.wrap, torch.optim.SGD(model.requires_grad_().parameters(), lr=0.1))
-
-
 def _hooked_later(model: Any, eps: Any) -> Act:
     model.classifier.bias.register_hook(lambda gradient: gradient)
-    return partial(eps.wrap, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def _closure(model: Any, eps: Any) -> Act:
-    return partial(eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1)).step, lambda: None)
+    return partial(eps.wrap, SGD(model.parameters()))
 
 
 OPTIMIZERS: Rows = {
     "`torch.optim.LBFGS(parameters)`": _wrapped(torch.optim.LBFGS),
     "`AdamW(other_model.parameters())`": _wrapped(lambda parameters: torch.optim.AdamW(tiny_bert().parameters())),
-    "`cmp='bf16'`, and weights of 16 bits thawed after attaching": used(_thawed, _half_frozen, cmp="bf16"),
+    "`cmp='bf16'`, and weights of 16 bits thawed after attaching": used(
+        lambda model, eps: partial(eps.wrap, SGD(model.requires_grad_().parameters())), _half_frozen, cmp="bf16"
+    ),
     "`parameter.register_hook(...)`": used(_hooked_later),
     "`eps_update='eager'`, `MyOptimizer(parameters)`": _wrapped(eps_update="eager"),
     "`grad_dtype='16bit'`, `MyOptimizer(parameters)`": _wrapped(grad_dtype="16bit"),
@@ -316,13 +311,13 @@ OPTIMIZERS: Rows = {
     "`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`": used(
         lambda model, eps: partial(eps.clip_grad_norm_, 1.0), eps_update="eager"
     ),
-    "`grad_dtype='16bit'`, `optimizer.step(closure)`": used(_closure, grad_dtype="16bit"),
-    "`copy_as(model, torch.float32)`": lambda scene: partial(copy_as, scene.model(), torch.float32),
-    "`Lamb(parameters, lr=-1.0)`": lambda scene: partial(Lamb, scene.model().parameters(), lr=-1.0),
-    "`Lamb(parameters, betas=(0.9, 1.0))`": lambda scene: partial(Lamb, scene.model().parameters(), betas=(0.9, 1.0)),
-    "`Lamb(parameters, lr=tensor([1., 1.]))`": lambda scene: partial(
-        Lamb, scene.model().parameters(), lr=torch.ones(2)
+    "`grad_dtype='16bit'`, `optimizer.step(closure)`": used(
+        lambda model, eps: partial(eps.wrap(SGD(model.parameters())).step, lambda: None), grad_dtype="16bit"
     ),
+    "`copy_as(model, torch.float32)`": call(copy_as, nn.Linear(2, 2), torch.float32),
+    "`Lamb(parameters, lr=-1.0)`": call(Lamb, [nn.Parameter(torch.ones(2))], lr=-1.0),
+    "`Lamb(parameters, betas=(0.9, 1.0))`": call(Lamb, [nn.Parameter(torch.ones(2))], betas=(0.9, 1.0)),
+    "`Lamb(parameters, lr=tensor([1., 1.]))`": call(Lamb, [nn.Parameter(torch.ones(2))], lr=torch.ones(2)),
 }
 
 
@@ -338,7 +333,6 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Another `x`, of shape [rows, 16]."""
         self.calls += 1
         return self.linear(x)
 
@@ -353,20 +347,6 @@ def _called_with_rows(layer: Callable[[], nn.Module], **options: Any) -> Prepare
     )
 
 
-def _unknown_layers(scene: Scene, model: Any) -> nn.Module:
-    return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(16, 16) for _ in range(4))})
-
-
-def _checkpointing(scene: Scene, model: Any) -> None:
-    model.gradient_checkpointing_enable()
-
-
-def _llama(scene: Scene, model: Any) -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = hf.LlamaConfig(vocab_size=60, **sizes)
-    return hf.LlamaForCausalLM(config)
-
-
 def _with_a_cache(model: Any, eps: Any) -> Act:
     ids = torch.arange(8).view(2, 4)
     return partial(model, input_ids=ids, labels=ids, use_cache=True)
@@ -379,31 +359,31 @@ def _not_locked(scene: Scene) -> Act:
     return lambda: attach_l2l(model, L2LConfig(device="sim")) and model(**inputs)
 
 
-def _unknown_to_accelerate(scene: Scene, model: Any) -> None:
-    scene.patch.delenv("ACCELERATE_TORCH_DEVICE")
-
-
 _TWICE = {"gradient_accumulation_steps": 4, "l2l_merge_accumulation": "off"}
 _LARGER = {"device_memory_budget": "1GiB", "eval_strategy": "steps", "per_device_eval_batch_size": 32}
 WARNINGS: Rows = {
-    "a model whose layers are of no class that is known": attached(_unknown_layers),
+    "a model whose layers are of no class that is known": attached(
+        lambda scene, model: nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(16, 16) for _ in range(4))})
+    ),
     "`cmp='auto'`, in any case": attached(cmp="auto"),
     "`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train": trainer(
         _with_figures, runs=True, use_cpu=False, **_LARGER
     ),
     "`ubatch_size=2`, and a layer with batch norm": _called_with_rows(lambda: nn.BatchNorm1d(16), ubatch_size=2),
     "`cmp='bf16'`, and a layer that writes to a buffer": _called_with_rows(Counting, cmp="bf16"),
-    "a driver that refuses to page-lock memory": row(_not_locked, is_early=False, varies=r"[\d.]+ KiB"),
-    "`model(..., use_cache=True)`, in training": used(_with_a_cache, _llama),
-    "`gradient_checkpointing=True`, or `model.gradient_checkpointing_enable()`": attached(_checkpointing),
+    "a driver that refuses to page-lock memory": late(_not_locked, varies=r"[\d.]+ KiB"),
+    "`model(..., use_cache=True)`, in training": used(_with_a_cache, lambda scene, model: llama()),
+    "`gradient_checkpointing=True`, or `model.gradient_checkpointing_enable()`": attached(
+        lambda scene, model: model.gradient_checkpointing_enable()
+    ),
     "`model.to('cuda')` before `attach_l2l`": attached(lambda scene, model: model.to("sim")),
-    "a model loaded in 16 bits, without `cmp`": attached(_short),
-    "`gradient_accumulation_steps=4, l2l_merge_accumulation='off'`": row(
-        trainer(gives("hf_l2l.hf.preparation.weights_travel", True), runs=True, **_TWICE), is_early=False
+    "a model loaded in 16 bits, without `cmp`": attached(lambda scene, model: model.bfloat16()),
+    "`gradient_accumulation_steps=4, l2l_merge_accumulation='off'`": late(
+        trainer(gives("hf_l2l.hf.preparation.weights_travel", True), runs=True, **_TWICE)
     ),
     "`L2LTrainer(model)`, of a model without a stack of layers": trainer(lambda scene, model: nn.Linear(16, 16)),
     "`L2LTrainer(model)`, with an accelerator that torch knows and Accelerate does not": trainer(
-        _unknown_to_accelerate, use_cpu=False
+        lambda scene, model: scene.patch.delenv("ACCELERATE_TORCH_DEVICE"), use_cpu=False
     ),
     "`MyOptimizer(parameters)`, whose step draws random numbers": _wrapped(eps_update="deferred"),
     "`state_tier='disk'`, with `state_dir` in host memory": row(

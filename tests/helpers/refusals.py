@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,8 +60,8 @@ class Scene:
 
 Act = Callable[[], object]
 Prepare = Callable[[Scene], Act]
-Change = Callable[[Scene, Any], "nn.Module | None"]
-"""Changes a model, or what is around it; may return another model."""
+Change = Callable[[Scene, Any], object]
+"""Changes a model, or what is around it; another model that it returns takes its place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,7 @@ class Case:
 Rows = dict[str, Prepare | Case]
 """What the user types -> what makes what is needed, alone or with more that is known of the case."""
 row = partial(Case, "")
+late = partial(row, is_early=False)
 
 
 # ---- what cases have in common
@@ -108,7 +110,7 @@ def _changed(scene: Scene, changes: tuple[Change, ...]) -> Any:
     model: nn.Module = tiny_bert(layers=2)
     for change in changes:
         other = change(scene, model)
-        model = model if other is None else other
+        model = other if isinstance(other, nn.Module) else model
     return scene.model(model)
 
 
@@ -126,10 +128,15 @@ def used(use: Callable[[Any, Any], Act], *changes: Change, **options: Any) -> Pr
     """The same after it is attached: `use` takes the model and its `eps`, and returns what is called."""
 
     def prepare(scene: Scene) -> Act:
-        model = _changed(scene, changes)
-        return use(model, attach_l2l(model, L2LConfig(**{"device": "cpu", **options})))
+        attach = attached(*changes, **options)(scene)
+        return use(scene.models[-1], attach())
 
     return prepare
+
+
+def call(function: Callable[..., object], *args: Any, **options: Any) -> Prepare:
+    """A call for which nothing is prepared."""
+    return lambda scene: partial(function, *args, **options)
 
 
 def trainer(
@@ -202,23 +209,20 @@ def _logged_warnings_raise() -> Iterator[None]:
     """Inside, warnings in the log of the package are raised; afterwards its loggers are as loud as before: the program
     `hf-l2l` makes them quiet."""
 
-    def raises(logger: logging.Logger) -> Callable[..., None]:
-        def warning(text: str, *args: object) -> None:
-            if logger.isEnabledFor(logging.WARNING):
-                raise UserWarning(text % args if args else text)
+    def warning(logger: logging.Logger, text: str, *args: object) -> None:
+        if logger.isEnabledFor(logging.WARNING):
+            raise UserWarning(text % args if args else text)
 
-        return warning
-
-    loggers, verbosity = [logging.getLogger(name) for name in LOGGERS], of_transformers.get_verbosity()
-    levels = [each.level for each in loggers]
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in LOGGERS}
+    verbosity = of_transformers.get_verbosity()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for each in loggers:
-                patch.setattr(each, "warning", raises(each))
+            for logger in levels:
+                patch.setattr(logger, "warning", partial(warning, logger))
             yield
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         of_transformers.set_verbosity(verbosity)
         of_transformers.enable_progress_bar()
 
@@ -286,21 +290,16 @@ class Parts(NamedTuple):
 
 def parts_of(message: str) -> Parts:
     """The parts of `rule (got value); remedy`, some of them empty where a message is none of these."""
-    opening = message.find(" (got ")
-    opening = message.find(" (") if opening < 0 else opening
+    opening = max(message.find(" (got "), 0) or message.find(" (")
     if opening < 0:
         return Parts(message, "", "")
-    depth, end = 0, len(message)
-    for position in range(opening + 1, len(message)):
-        depth += {"(": 1, ")": -1}.get(message[position], 0)
-        if depth == 0:
-            end = position
-            break
-    rest = message[end + 1 :]
+    depths = accumulate({"(": 1, ")": -1}.get(letter, 0) for letter in message[opening + 1 :])
+    end = next((place for place, depth in enumerate(depths, opening + 1) if depth == 0), len(message))
+    value, rest = message[opening + 2 : end], message[end + 1 :]
     if not re.match(r"[;:,.] ", rest):  # the rule goes on after the value
         rule, _, remedy = message.partition("; ")
-        return Parts(rule, message[opening + 2 : end], remedy)
-    return Parts(message[:opening], message[opening + 2 : end], rest[2:])
+        return Parts(rule, value, remedy)
+    return Parts(message[:opening], value, rest[2:])
 
 
 # ---- what has to be provoked
@@ -309,15 +308,12 @@ def parts_of(message: str) -> Parts:
 @cache
 def _refusals_in(file: str) -> Mapping[int, str]:
     """Every statement of a file of the package that raises an error about what was given, or warns: lines -> text."""
-    tree, found = ast.parse((PACKAGE / file).read_text()), {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and node.exc is not None:
-            call = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-            is_one = ast.unparse(call) in ("ValueError", "TypeError", "BudgetError", "MemoryError")
-        else:
-            is_one = isinstance(node, ast.Expr) and ast.unparse(node).startswith(("warnings.warn(", "logger.warning("))
-        if is_one and isinstance(node, ast.stmt):
-            found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), ast.unparse(node))
+    found: dict[int, str] = {}
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Raise | ast.Expr):
+            text = ast.unparse(node)
+            if re.match(r"raise (Value|Type|Budget|Memory)Error\b|(warnings\.warn|logger\.warning)\(", text):
+                found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), text)
     return found
 
 
