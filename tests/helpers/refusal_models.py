@@ -47,6 +47,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {name: torch.tensor([row[name] for row in some]) for name in some[0]}
 
 
+on_sim = partial(attached, device="sim")
+
+
 # ---- models
 
 
@@ -115,7 +118,7 @@ MODELS: Rows = {
     "`accelerate.cpu_offload(model)`": attached(_hooked),
     "a model that shares layers with one that is attached": attached(_sharing),
     "a quantized model whose weights require gradients": attached(
-        _weight(lambda weight: quantized(weight).requires_grad_())
+        _weight(lambda each: quantized(each).requires_grad_())
     ),
     "`BitsAndBytesConfig(load_in_8bit=True)`": attached(
         _weight(lambda weight: _named("Int8Params", weight.to(torch.int8), requires_grad=False))
@@ -124,10 +127,8 @@ MODELS: Rows = {
     "a quantized model whose library has no kernel for the device": attached(_weight(_untrainable)),
     "Reformer on an accelerator": attached(_reformer, device="sim"),
     "a model without a stack of layers": attached(lambda scene, model: nn.Linear(16, 16)),
-    "`attach_l2l(model, L2LConfig(layer_classes=('BertLayers',)))`": row(
-        attached(layer_classes=("BertLayers",)), varies="BertAttention.*"
-    ),
-    "`attach_l2l(model, L2LConfig(resident_layers=9))`": attached(resident_layers=9),
+    "`attach_l2l(model, L2LConfig(layer_classes=('BertLayers',)))`": row(attached(), varies="BertAttention.*"),
+    "`attach_l2l(model, L2LConfig(resident_layers=9))`": attached(),
     "`attach_l2l(model, {'stash': 'host'})`": lambda scene: partial(attach_l2l, scene.model(), {"stash": "host"}),
     "`attach_l2l(model, other_config)`, on an attached model": attached(
         lambda scene, model: attach_l2l(model, L2LConfig(device="cpu", ubatch_size=4))
@@ -136,11 +137,8 @@ MODELS: Rows = {
     "`model.half()`, on an attached model": used(lambda model, eps: partial(model.to, torch.float16)),
     "`model.to('meta')`, on an attached model": used(lambda model, eps: partial(model.to, "meta")),
     "`torchrun --nproc_per_node 4`, without a process group, and `attach_l2l`": attached(variable("WORLD_SIZE", "4")),
-    "`torchrun --nproc_per_node 4`, and `attach_l2l(model, L2LConfig(resident='shell'))`": attached(
-        gives("torch.distributed.is_initialized", True),
-        gives("torch.distributed.get_world_size", 4),
-        resident="shell",
-        device="sim",
+    "`torchrun --nproc_per_node 4`, and `attach_l2l(model, L2LConfig(resident='shell'))`": on_sim(
+        gives("torch.distributed.is_initialized", True), gives("torch.distributed.get_world_size", 4)
     ),
 }
 
@@ -150,6 +148,18 @@ MODELS: Rows = {
 
 def _held(scene: Scene, model: Any) -> None:
     scene.held += map(weakref.ref, model.parameters())
+
+
+def _saved_by_a_graph(scene: Scene, model: Any) -> None:
+    scene.held.append(model.classifier.bias.square().sum())
+
+
+def _short(scene: Scene, model: Any) -> None:
+    model.bfloat16()
+
+
+def _gradient_hook(scene: Scene | None, model: Any) -> None:
+    model.classifier.bias.register_hook(lambda gradient: gradient)
 
 
 def _in_two_layers(scene: Scene, model: Any) -> None:
@@ -176,13 +186,12 @@ def _with_figures(scene: Scene, model: Any) -> None:
     (scene.folder / "figures.json").write_text(FIGURES.to_json())
 
 
-def _budget(asked: str, *changes: Change) -> Prepare:
+def _budget(*changes: Change) -> Prepare:
     def prepare(scene: Scene) -> Act:
         model, inputs = scene.model(), batch()
         for change in changes:
             change(scene, model)
-        config = L2LConfig(device="sim", device_memory_budget=asked)
-        return lambda: attach_l2l(model, config, inputs=inputs)
+        return lambda: attach_l2l(model, scene.config(device="sim"), inputs=inputs)
 
     return prepare
 
@@ -197,77 +206,48 @@ def _visible(devices: int) -> Change:
 
 _LACKS_BF16 = gives("hf_l2l.model.precision.stream.device_module", SimpleNamespace(is_bf16_supported=lambda: False))
 _FOLDER = "'/[^']*'"
+_NO_MEMORY = [gives(f"hf_l2l.memory.host_limits.{name}", 0) for name in ("available_host_bytes", "own_bytes")]
 DEVICES: Rows = {
-    "`attach_l2l(model, L2LConfig(device='sim:9'))`": attached(device="sim:9"),
-    "`attach_l2l(model, L2LConfig(device=['sim:0', 'cpu']))`": attached(device=["sim:0", "cpu"]),
-    "`attach_l2l(model, L2LConfig(device=['sim:0', 'sim:0']))`": attached(device=["sim:0", "sim:0"]),
-    "`attach_l2l(model, L2LConfig(device=[]))`": attached(device=[]),
-    "`l2l_devices='2'`, where one is visible": trainer(_visible(1), use_cpu=False, l2l_devices="2"),
+    "`attach_l2l(model, L2LConfig(device='sim:9'))`": attached(),
+    "`attach_l2l(model, L2LConfig(device=['sim:0', 'cpu']))`": attached(),
+    "`attach_l2l(model, L2LConfig(device=['sim:0', 'sim:0']))`": attached(),
+    "`attach_l2l(model, L2LConfig(device=[]))`": attached(),
+    "`l2l_devices='2'`, where one is visible": trainer(_visible(1), use_cpu=False),
     "`l2l_devices='2'`, with `torchrun --nproc_per_node 2`": trainer(
-        _visible(2), counts("world_size", 2), use_cpu=False, l2l_devices="2"
+        _visible(2), counts("world_size", 2), use_cpu=False
     ),
-    "`l2l_devices='1,0'`": trainer(_visible(2), use_cpu=False, l2l_devices="1,0"),
-    "`attach_l2l(model, L2LConfig(device='meta'))`": attached(device="meta"),
-    "a device whose torch module has no `get_rng_state`": attached(
-        lambda scene, model: scene.patch.delattr(torch.get_device_module("sim"), "get_rng_state"), device="sim"
+    "`l2l_devices='1,0'`": trainer(_visible(2), use_cpu=False),
+    "`attach_l2l(model, L2LConfig(device='meta'))`": attached(),
+    "a device whose torch module has no `get_rng_state`": on_sim(
+        lambda scene, model: scene.patch.delattr(torch.get_device_module("sim"), "get_rng_state")
     ),
-    "`cmp='bf16'`, on a device that only emulates it": attached(_LACKS_BF16, cmp="bf16"),
-    "`cmp='auto', eps_update='eager'`, on a device without bf16": attached(
-        _LACKS_BF16, cmp="auto", eps_update="eager"
-    ),
-    "`cmp='bf16'`, on a model in 16 bits, with weak references to it": attached(
-        lambda scene, model: model.bfloat16(), _held, cmp="bf16"
-    ),
-    "`stash='disk', spill_dir='nowhere'`": attached(device="sim", stash="disk", spill_dir="nowhere"),
-    "`state_tier='disk', state_dir='nowhere'`": attached(state_tier="disk", state_dir="nowhere"),
-    "`state_tier='disk'`, on Windows": row(
-        attached(gives("hf_l2l.state_tier.server.can_map", False), state_tier="disk"), varies=_FOLDER
-    ),
+    "`cmp='bf16'`, on a device that only emulates it": attached(_LACKS_BF16),
+    "`cmp='auto', eps_update='eager'`, on a device without bf16": attached(_LACKS_BF16),
+    "`cmp='bf16'`, on a model in 16 bits, with weak references to it": attached(_short, _held),
+    "`stash='disk', spill_dir='nowhere'`": on_sim(),
+    "`state_tier='disk', state_dir='nowhere'`": attached(),
+    "`state_tier='disk'`, on Windows": row(attached(gives("hf_l2l.state_tier.server.can_map", False)), varies=_FOLDER),
     "`state_tier='disk'`, on a full disk": row(
-        attached(gives("shutil.disk_usage", SimpleNamespace(free=0)), state_tier="disk"), varies=_FOLDER
+        attached(gives("shutil.disk_usage", SimpleNamespace(free=0))), varies=_FOLDER
     ),
     "`state_tier='disk'`, with `torchrun --nproc_per_node 2`": attached(
-        gives("hf_l2l.state_tier.server.launched_processes", 2), state_tier="disk"
+        gives("hf_l2l.state_tier.server.launched_processes", 2)
     ),
-    "`stash='disk'`, on Windows": attached(gives("hf_l2l.stash.spill.can_spill", False), device="sim", stash="disk"),
-    "`resident='shell'`, with weak references to parameters": attached(_held, device="sim", resident="shell"),
-    "`resident='shell'`, with a gradient hook": attached(
-        lambda scene, model: model.classifier.bias.register_hook(lambda gradient: gradient),
-        device="sim",
-        resident="shell",
-    ),
-    "`resident_layers=1`, of a weight that two layers share": attached(
-        _in_two_layers, device="sim", resident_layers=1
-    ),
-    "`resident='shell'`, after a forward whose graph is still there": late(
-        attached(
-            lambda scene, model: scene.held.append(model.classifier.bias.square().sum()),
-            device="sim",
-            resident="shell",
-        )
-    ),
-    "`resident_layers=1`, and a device parameter put into another layer": used(
-        _misplaced, device="sim", resident_layers=1
-    ),
+    "`stash='disk'`, on Windows": on_sim(gives("hf_l2l.stash.spill.can_spill", False)),
+    "`resident='shell'`, with weak references to parameters": on_sim(_held),
+    "`resident='shell'`, with a gradient hook": on_sim(_gradient_hook),
+    "`resident_layers=1`, of a weight that two layers share": on_sim(_in_two_layers),
+    "`resident='shell'`, after a forward whose graph is still there": late(on_sim(_saved_by_a_graph)),
+    "`resident_layers=1`, and a device parameter put into another layer": used(_misplaced, device="sim"),
     "a host without memory for training": late(
-        trainer(
-            gives("hf_l2l.memory.host_limits.available_host_bytes", 0),
-            gives("hf_l2l.memory.host_limits.own_bytes", 0),
-            runs=True,
-        ),
-        varies=r"[\d.]+ KiB|\d bytes",
-        kind=MemoryError,
+        trainer(*_NO_MEMORY, runs=True), varies=r"[\d.]+ KiB|\d bytes", kind=MemoryError
     ),
-    "`attach_l2l(model, L2LConfig(device_memory_budget='1GiB'))`": attached(
-        _with_figures, device="sim", device_memory_budget="1GiB"
-    ),
-    "`device_memory_budget='1KiB'`": row(_budget("1KiB", FIGURES_FILE), varies=r"\d+KiB"),
+    "`attach_l2l(model, L2LConfig(device_memory_budget='1GiB'))`": on_sim(_with_figures),
+    "`device_memory_budget='1KiB'`": row(_budget(FIGURES_FILE), varies=r"\d+KiB"),
     "`device_memory_budget='1GiB'`, of which less is free": _budget(
-        "1GiB", _with_figures, gives("hf_l2l.runtime.stream.memory_free", 2**20)
+        _with_figures, gives("hf_l2l.runtime.stream.memory_free", 2**20)
     ),
-    "`device_memory_budget='1GiB', label_smoothing_factor=0.1`": trainer(
-        runs=True, use_cpu=False, device_memory_budget="1GiB", label_smoothing_factor=0.1
-    ),
+    "`device_memory_budget='1GiB', label_smoothing_factor=0.1`": trainer(runs=True, use_cpu=False),
 }
 
 
@@ -293,7 +273,7 @@ def _half_frozen(scene: Scene, model: Any) -> None:
 
 
 def _hooked_later(model: Any, eps: Any) -> Act:
-    model.classifier.bias.register_hook(lambda gradient: gradient)
+    _gradient_hook(None, model)
     return partial(eps.wrap, SGD(model.parameters()))
 
 
@@ -301,18 +281,16 @@ OPTIMIZERS: Rows = {
     "`torch.optim.LBFGS(parameters)`": _wrapped(torch.optim.LBFGS),
     "`AdamW(other_model.parameters())`": _wrapped(lambda parameters: torch.optim.AdamW(tiny_bert().parameters())),
     "`cmp='bf16'`, and weights of 16 bits thawed after attaching": used(
-        lambda model, eps: partial(eps.wrap, SGD(model.requires_grad_().parameters())), _half_frozen, cmp="bf16"
+        lambda model, eps: partial(eps.wrap, SGD(model.requires_grad_().parameters())), _half_frozen
     ),
     "`parameter.register_hook(...)`": used(_hooked_later),
-    "`eps_update='eager'`, `MyOptimizer(parameters)`": _wrapped(eps_update="eager"),
-    "`grad_dtype='16bit'`, `MyOptimizer(parameters)`": _wrapped(grad_dtype="16bit"),
-    "`state_tier='disk'`, `MyOptimizer(parameters)`": _wrapped(state_tier="disk"),
-    "`resident='shell'`, `MyOptimizer(parameters)`": _wrapped(device="sim", resident="shell"),
-    "`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`": used(
-        lambda model, eps: partial(eps.clip_grad_norm_, 1.0), eps_update="eager"
-    ),
+    "`eps_update='eager'`, `MyOptimizer(parameters)`": _wrapped(),
+    "`grad_dtype='16bit'`, `MyOptimizer(parameters)`": _wrapped(),
+    "`state_tier='disk'`, `MyOptimizer(parameters)`": _wrapped(),
+    "`resident='shell'`, `MyOptimizer(parameters)`": _wrapped(device="sim"),
+    "`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`": used(lambda model, eps: partial(eps.clip_grad_norm_, 1.0)),
     "`grad_dtype='16bit'`, `optimizer.step(closure)`": used(
-        lambda model, eps: partial(eps.wrap(SGD(model.parameters())).step, lambda: None), grad_dtype="16bit"
+        lambda model, eps: partial(eps.wrap(SGD(model.parameters())).step, lambda: None)
     ),
     "`copy_as(model, torch.float32)`": call(copy_as, nn.Linear(2, 2), torch.float32),
     "`Lamb(parameters, lr=-1.0)`": call(Lamb, [nn.Parameter(torch.ones(2))], lr=-1.0),
@@ -337,13 +315,12 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def _called_with_rows(layer: Callable[[], nn.Module], **options: Any) -> Prepare:
+def _called_with_rows(layer: Callable[[], nn.Module]) -> Prepare:
     """A stack of two such layers, in training."""
     return used(
         lambda model, eps: partial(model, torch.ones(4, 16, requires_grad=True)),
         lambda scene, model: nn.Sequential(layer(), layer()),
         layer_classes=(type(layer()).__name__,),
-        **options,
     )
 
 
@@ -359,27 +336,25 @@ def _not_locked(scene: Scene) -> Act:
     return lambda: attach_l2l(model, L2LConfig(device="sim")) and model(**inputs)
 
 
-_TWICE = {"gradient_accumulation_steps": 4, "l2l_merge_accumulation": "off"}
-_LARGER = {"device_memory_budget": "1GiB", "eval_strategy": "steps", "per_device_eval_batch_size": 32}
 WARNINGS: Rows = {
     "a model whose layers are of no class that is known": attached(
         lambda scene, model: nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(16, 16) for _ in range(4))})
     ),
-    "`cmp='auto'`, in any case": attached(cmp="auto"),
+    "`cmp='auto'`, in any case": attached(),
     "`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train": trainer(
-        _with_figures, runs=True, use_cpu=False, **_LARGER
+        _with_figures, runs=True, use_cpu=False, eval_strategy="steps"
     ),
-    "`ubatch_size=2`, and a layer with batch norm": _called_with_rows(lambda: nn.BatchNorm1d(16), ubatch_size=2),
-    "`cmp='bf16'`, and a layer that writes to a buffer": _called_with_rows(Counting, cmp="bf16"),
+    "`ubatch_size=2`, and a layer with batch norm": _called_with_rows(lambda: nn.BatchNorm1d(16)),
+    "`cmp='bf16'`, and a layer that writes to a buffer": _called_with_rows(Counting),
     "a driver that refuses to page-lock memory": late(_not_locked, varies=r"[\d.]+ KiB"),
     "`model(..., use_cache=True)`, in training": used(_with_a_cache, lambda scene, model: llama()),
     "`gradient_checkpointing=True`, or `model.gradient_checkpointing_enable()`": attached(
         lambda scene, model: model.gradient_checkpointing_enable()
     ),
     "`model.to('cuda')` before `attach_l2l`": attached(lambda scene, model: model.to("sim")),
-    "a model loaded in 16 bits, without `cmp`": attached(lambda scene, model: model.bfloat16()),
+    "a model loaded in 16 bits, without `cmp`": attached(_short),
     "`gradient_accumulation_steps=4, l2l_merge_accumulation='off'`": late(
-        trainer(gives("hf_l2l.hf.preparation.weights_travel", True), runs=True, **_TWICE)
+        trainer(gives("hf_l2l.hf.preparation.weights_travel", True), runs=True)
     ),
     "`L2LTrainer(model)`, of a model without a stack of layers": trainer(lambda scene, model: nn.Linear(16, 16)),
     "`L2LTrainer(model)`, with an accelerator that torch knows and Accelerate does not": trainer(
@@ -387,10 +362,10 @@ WARNINGS: Rows = {
     ),
     "`MyOptimizer(parameters)`, whose step draws random numbers": _wrapped(eps_update="deferred"),
     "`state_tier='disk'`, with `state_dir` in host memory": row(
-        attached(gives("hf_l2l.state_tier.server.is_in_memory", True), state_tier="disk"), varies=_FOLDER
+        attached(gives("hf_l2l.state_tier.server.is_in_memory", True)), varies=_FOLDER
     ),
     "`stash='disk'`, with `spill_dir` in host memory": row(
-        attached(gives("hf_l2l.stash.spill.is_in_memory", True), device="sim", stash="disk"), varies=_FOLDER
+        on_sim(gives("hf_l2l.stash.spill.is_in_memory", True)), varies=_FOLDER
     ),
-    "`resident='shell'`, with weights that share memory": attached(_tied_by_memory, device="sim", resident="shell"),
+    "`resident='shell'`, with weights that share memory": on_sim(_tied_by_memory),
 }

@@ -115,6 +115,7 @@ def _checked(make: Callable[[Scene], object], *changes: Callable[[Scene, Any], A
 
 
 def _arguments(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
+    """The Trainer's arguments: what was typed, and these."""
     return _checked(lambda scene: scene.arguments(**options), *changes)
 
 
@@ -130,20 +131,18 @@ def as_config(settings: Mapping[str, Any]) -> Case:
 
 VALUES_AND_NAMES: Rows = {
     **{shown(each): _of_config(each) for each in (*({name: value} for name, value in VALUES.items()), *MORE_VALUES)},
-    "`l2l_trace='trace.json'`, in a folder without permission": _arguments(
-        gives("os.access", False), l2l_trace="trace.json"
-    ),
-    **{f"`{name}={value!r}`": _arguments(**{name: value}) for name, value in OF_THE_TRAINER.items()},
+    "`l2l_trace='trace.json'`, in a folder without permission": _arguments(gives("os.access", False)),
+    **{f"`{name}={value!r}`": _arguments() for name, value in OF_THE_TRAINER.items()},
     "`L2LConfig(device='gpu')`": call(L2LConfig, device="gpu"),
     "`L2LConfig(device=True)`": call(L2LConfig, device=True),
-    "`l2l_bounary='host'`": row(_arguments(l2l_bounary="host"), kind=TypeError),
+    "`l2l_bounary='host'`": row(_arguments(), kind=TypeError),
     "`L2LConfig(l2l_boundary='host')`": row(call(L2LConfig, l2l_boundary="host"), kind=TypeError),
 }
 OURS_TOGETHER: Rows = {
     **{shown(each): _of_config(each) for each in TOGETHER},
-    "`l2l_optimizer='lamb', optim='sgd'`": _arguments(l2l_optimizer="lamb", optim="sgd"),
-    "`cmp='bf16', bf16=True`": _arguments(cmp="bf16", bf16=True),
-    "`eps_update='eager', max_grad_norm=1.0`": _arguments(eps_update="eager", max_grad_norm=1.0),
+    "`l2l_optimizer='lamb', optim='sgd'`": _arguments(),
+    "`cmp='bf16', bf16=True`": _arguments(),
+    "`eps_update='eager', max_grad_norm=1.0`": _arguments(),
 }
 
 
@@ -154,63 +153,52 @@ def _argv(scene: Scene, model: Any) -> None:
     scene.patch.setattr("sys.argv", ["train.py"])
 
 
-_OF_FOUR = (counts("world_size", 4), _argv)
-
-
-def _passed(scene: Scene) -> Act:
-    model, args = scene.model(), scene.arguments(use_cpu=True, l2l_optimizer="lamb")
-    sgd, data = torch.optim.SGD(model.parameters(), lr=0.1), rows()
-    return lambda: L2LTrainer(model, args, train_dataset=data, optimizers=(sgd, None))
-
-
 def _trained_by_another(scene: Scene) -> Act:
     model, data = scene.model(), rows()
-    other = L2LTrainer(model, scene.arguments(use_cpu=True, ubatch_size=2), eval_dataset=data)
+    other = L2LTrainer(model, scene.arguments(use_cpu=True), eval_dataset=data)
+    scene.typed = {}
 
     class Evaluates(hf.TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             other.evaluate()
 
-    trained = L2LTrainer(model, scene.arguments(use_cpu=True), train_dataset=data, callbacks=[Evaluates()])
-    return trained.train
+    return L2LTrainer(model, scene.arguments(use_cpu=True), train_dataset=data, callbacks=[Evaluates()]).train
 
 
 _Theirs = dataclass(type("Theirs", (hf.TrainingArguments,), {"__annotations__": {"stash": str}, "stash": "attic"}))
 _MIXED = "ACCELERATE_MIXED_PRECISION"
 WITH_THE_TRAINER: Rows = {
-    "`deepspeed='zero3.json'`": trainer(later={"deepspeed": "zero3.json"}),
-    "`fsdp='full_shard'`": trainer(later={"fsdp": "full_shard"}),
+    "`deepspeed='zero3.json'`": trainer(later=True),
+    "`fsdp='full_shard'`": trainer(later=True),
     "`parallelism_config=ParallelismConfig(...)`": trainer(parallelism_config=ParallelismConfig()),
-    "`torch_compile=True`": trainer(torch_compile=True),
-    "`fp16=True`": trainer(fp16=True),
-    "`fp16_full_eval=True`": trainer(fp16_full_eval=True),
-    "`bf16_full_eval=True`": trainer(bf16_full_eval=True),
-    "`optim='galore_adamw_layerwise', optim_target_modules=['attention']`": trainer(
-        optim="galore_adamw_layerwise", optim_target_modules=["attention"]
-    ),
-    "`optim='lomo'`": trainer(optim="lomo"),
-    "`enable_jit_checkpoint=True, eps_update='eager', max_grad_norm=0.0`": trainer(
-        enable_jit_checkpoint=True, eps_update="eager", max_grad_norm=0.0
-    ),
-    "`l2l_async_save=True`, on Windows": trainer(
-        gives("hf_l2l.checkpoint.reserved.can_write_places", False), l2l_async_save=True
-    ),
-    "`l2l_realtime_checkpoint='now', save_only_model=True`": trainer(
-        l2l_realtime_checkpoint="now", save_only_model=True
-    ),
-    "`l2l_realtime_every=5`": trainer(l2l_realtime_every=5),
-    "`l2l_noise_scale_every=5`": trainer(l2l_noise_scale_every=5),
-    "`output_dir='run', l2l_realtime_checkpoint='run'`": trainer(output_dir="run", l2l_realtime_checkpoint="run"),
+    "`torch_compile=True`": trainer(),
+    "`fp16=True`": trainer(),
+    "`fp16_full_eval=True`": trainer(),
+    "`bf16_full_eval=True`": trainer(),
+    "`optim='galore_adamw_layerwise', optim_target_modules=['attention']`": trainer(),
+    "`optim='lomo'`": trainer(),
+    "`enable_jit_checkpoint=True, eps_update='eager', max_grad_norm=0.0`": trainer(),
+    "`l2l_async_save=True`, on Windows": trainer(gives("hf_l2l.checkpoint.reserved.can_write_places", False)),
+    "`l2l_realtime_checkpoint='now', save_only_model=True`": trainer(),
+    "`l2l_realtime_every=5`": trainer(),
+    "`l2l_noise_scale_every=5`": trainer(),
+    "`output_dir='run', l2l_realtime_checkpoint='run'`": trainer(),
     "`accelerate launch --mixed_precision fp16`": trainer(variable(_MIXED, "fp16")),
-    "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`": trainer(variable(_MIXED, "bf16"), cmp="bf16"),
+    "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`": trainer(variable(_MIXED, "bf16")),
     "`accelerate launch --dynamo_backend inductor`": trainer(variable("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
     "`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`": trainer(
         gives("hf_l2l.hf.training_args.launched_processes", 4)
     ),
-    "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`": trainer(*_OF_FOUR, auto_find_batch_size=True),
-    "`torchrun --nproc_per_node 4`, with `enable_jit_checkpoint=True`": trainer(*_OF_FOUR, enable_jit_checkpoint=True),
-    "`torchrun --nproc_per_node 4`, with `save_on_each_node=True`": trainer(*_OF_FOUR, save_on_each_node=True),
-    "`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`": _passed,
+    **{
+        f"`torchrun --nproc_per_node 4`, with `{name}=True`": trainer(counts("world_size", 4), _argv)
+        for name in ("auto_find_batch_size", "enable_jit_checkpoint", "save_on_each_node")
+    },
+    "`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`": lambda scene: partial(
+        L2LTrainer,
+        scene.model(),
+        scene.arguments(use_cpu=True),
+        optimizers=(torch.optim.SGD(scene.models[0].parameters(), lr=0.1), None),
+    ),
     "`L2LTrainer(model, L2LConfig())`": lambda scene: partial(L2LTrainer, scene.model(), L2LConfig()),
     "`L2LTrainer('bert-base-uncased')`": lambda scene: partial(L2LTrainer, "bert-base-uncased", scene.arguments()),
     "`L2LTrainer(model, ubatch_size=2)`, while another one trains the model": late(_trained_by_another),
@@ -231,6 +219,7 @@ def _called_back(*changes: Callable[[Scene, Any], Any], **options: Any) -> Case:
 
     def prepare(scene: Scene) -> Act:
         passed = {"callbacks": [L2LCallback(L2LConfig(**options))]}
+        scene.typed = {}
         return trainer(*changes, _argv, kind=hf.Trainer, passed=passed, use_cpu=False)(scene)
 
     return late(prepare)
@@ -250,7 +239,7 @@ CALLBACKS: Rows = {
 
 
 def _measured(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
-    return trainer(*changes, **{"runs": True, "l2l_noise_scale": True, "ubatch_size": 4, **options})
+    return trainer(*changes, **{"runs": True, "ubatch_size": 4, **options})
 
 
 class _Own(L2LTrainer):
@@ -269,7 +258,8 @@ def _coupled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
 
 
 def _growing(*sizes: int, **options: Any) -> Prepare:
-    return _measured(passed={"callbacks": [L2LBatchGrowth(size) for size in sizes]}, **options)
+    passed = {"callbacks": [L2LBatchGrowth(size) for size in sizes]}
+    return _measured(passed=passed, **{"l2l_noise_scale": True, **options})
 
 
 NOISE: Rows = {

@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
@@ -42,6 +42,8 @@ class Scene:
     patch: pytest.MonkeyPatch
     exits: ExitStack
     """What is undone afterwards, beside what is patched."""
+    typed: Mapping[str, Any]
+    """The options in what the user types, which a case need not name again."""
     models: list[nn.Module] = field(default_factory=list)
     """Models that must stay where they are."""
     held: list[object] = field(default_factory=list)
@@ -55,7 +57,24 @@ class Scene:
     def arguments(self, **options: Any) -> Any:
         """Training arguments without a budget of device memory, and without clipping."""
         usual = {"device_memory_budget": "off", "max_grad_norm": 0.0}
-        return arguments(L2LTrainingArguments, self.folder, **{**usual, **options})
+        return arguments(L2LTrainingArguments, self.folder, **{**usual, **self.typed, **options})
+
+    def config(self, **options: Any) -> L2LConfig:
+        """The options of `L2LConfig` that are typed, and these."""
+        typed = {name: self.typed[name] for name in L2LConfig.__dataclass_fields__ if name in self.typed}
+        return L2LConfig(**{"device": "cpu", **typed, **options})
+
+
+def options_in(typed: str) -> dict[str, Any]:
+    """The options in what is typed, wherever in its code: "`a(b=1)`, with `c='d'`" -> {"b": 1, "c": "d"}."""
+    found = {}
+    for code in typed.split("`")[1::2]:
+        with suppress(SyntaxError):
+            given = [node for node in ast.walk(ast.parse(f"f({code})")) if isinstance(node, ast.keyword)]
+            for each in given:
+                with suppress(ValueError):  # no literal
+                    found[str(each.arg)] = ast.literal_eval(each.value)
+    return found
 
 
 Act = Callable[[], object]
@@ -115,11 +134,11 @@ def _changed(scene: Scene, changes: tuple[Change, ...]) -> Any:
 
 
 def attached(*changes: Change, **options: Any) -> Prepare:
-    """A model that was changed before it is attached with these options."""
+    """A model that was changed before it is attached with what was typed, and these options."""
 
     def prepare(scene: Scene) -> Act:
         model = _changed(scene, changes)
-        return lambda: attach_l2l(model, L2LConfig(**{"device": "cpu", **options}))
+        return lambda: attach_l2l(model, scene.config(**options))
 
     return prepare
 
@@ -144,23 +163,24 @@ def trainer(
     kind: type[hf.Trainer] = L2LTrainer,
     runs: bool = False,
     count: int = 48,
-    later: Mapping[str, Any] | None = None,
+    later: bool = False,
     passed: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Prepare:
-    """A trainer of a model, with these arguments, made or run.
+    """A trainer of a model, with what was typed and these arguments, made or run.
 
     Args:
-        later: arguments for which this machine has not the packages: they are set after those were asked for.
+        later: what was typed is set after the arguments were made: it asks for packages that this machine has not.
         passed: what is passed to the trainer itself.
     """
 
     def prepare(scene: Scene) -> Act:
         model, data = _changed(scene, changes), rows(count)
+        typed, scene.typed = scene.typed, {} if later else scene.typed
 
         def act() -> object:
             args = scene.arguments(**{"use_cpu": True, **options})
-            for name, value in (later or {}).items():
+            for name, value in typed.items() if later else ():
                 setattr(args, name, value)
             made = kind(model, args, train_dataset=data, eval_dataset=data, **(passed or {}))
             return made.train() if runs else made
@@ -245,7 +265,7 @@ def provoke(case: Case, folder: Path) -> Found:
     """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as exits:
         patch.chdir(folder)
-        scene = Scene(folder, patch, exits)
+        scene = Scene(folder, patch, exits, options_in(case.typed))
         allocations = _Allocations()
         try:
             with warnings.catch_warnings():
