@@ -243,64 +243,7 @@ def test_no_path_leads_out_of_the_project():
     assert found_in(OURS, lambda file: OUTSIDE.findall(file.read_text())) == {}
 
 
-# ---- the checks find what they look for
-
-
-FOUND = {
-    "data assignment": ["p.data = q", "p.data += q", "a, p.data = 1, 2", "p.data[0] = q", "p.data.copy_(q)"],
-    "unsafe load": [
-        "torch.load(f)",
-        "torch.load(f, weights_only=False)",
-        "def f():\n    import pickle",
-        "from pickle import loads",
-    ],
-    "broad handler": [
-        "try:\n    pass\nexcept:\n    pass",
-        "try:\n    pass\nexcept Exception as error:\n    raise",
-        "try:\n    pass\nexcept (KeyError, BaseException):\n    pass",
-    ],
-}
-LET_PASS = {
-    "data assignment": "q = p.data",
-    "unsafe load": "torch.load(f, weights_only=True)",
-    "broad handler": "try:\n    pass\nexcept (KeyError, ValueError):\n    pass",
-}
-
-
-def test_checks_find():
-    for name, check in CHECKS.items():
-        assert [len(check(ast.parse(source))) for source in FOUND[name]] == [1] * len(FOUND[name]), name
-        assert check(ast.parse(LET_PASS[name])) == [], name
-    source = 'class Public: ...\nclass _Private: ...\ndef function(): ...\ndef told():\n    """So."""'
-    assert undocumented(ast.parse(source)) == ["the module", "Public", "function"]
-    for source in ("from tests.stash.test_cmp import made", "import test_cmp", "from tests import x"):
-        assert len(modules_of_tests(ast.parse(source))) == 1
-    assert modules_of_tests(ast.parse("from models import bert\nimport pytest")) == set()
-    assert OUTSIDE.findall("open('/wor" + "k/file')") and OUTSIDE.findall("see ../shar" + "ed/file")
-    assert not OUTSIDE.findall("the /workers") and not OUTSIDE.findall("a/work/")
-
-
-ARROWS = [
-    ("eps", "from hf_l2l.engine.relay import Relay", {"engine"}),
-    ("eps", "from hf_l2l import engine, runtime", {"engine"}),
-    ("eps", "import hf_l2l.hf.trainer", {"hf"}),
-    ("eps", "import hf_l2l", {"hf_l2l"}),
-    ("eps", "from hf_l2l.eps.pending import hold", set()),
-    ("engine", "def f():\n    from hf_l2l.hf.attach import attach_l2l", {"hf"}),
-    ("engine", "from hf_l2l.testing import sim_device", {"testing"}),
-    ("hf", "from hf_l2l.hooks import attach_l2l", {"hooks"}),
-    ("cli", "import hf_l2l\nfrom hf_l2l.testing import sim_device", set()),
-    ("glue", "from hf_l2l.demo import demo_files", {"demo"}),
-]
-
-
-def test_arrows_up_are_found():
-    for floor, source, forbidden in ARROWS:
-        assert forbidden_imports(floor, ast.parse(source)) == forbidden, source
-    assert third_party(ast.parse("import os, torch.nn\nfrom transformers.utils import logging")) == {
-        "torch",
-        "transformers",
-    }
+# ---- names that are in one place, and documents
 
 
 PRIVATE = """torch._C _is_checkpoint_valid _execution_engine _unsafe_preserve_version_counter _optimizer_step_pre_hooks
@@ -398,26 +341,6 @@ def test_no_name_of_libraries_is_listed_in_vain():
     assert OF_LIBRARIES - (defined & used) == set()
 
 
-USES = {
-    "x._steps": ["_steps"],
-    "x._steps = 1": ["_steps"],
-    "x.y._steps()": ["_steps"],
-    "from hf_l2l.eps import _steps": ["_steps"],
-    "patch.setattr(x, '_steps', None)": ["_steps"],
-    "with_methods(x, _steps=None)": ["_steps"],
-    "patch.setattr('hf_l2l.eps.server._steps', None)": ["_steps"],
-    "class A(B):\n    def _steps(self):\n        super()._steps()": ["_steps"],
-    "class A:\n    def f(self):\n        self._steps = 1\n        return self._steps": [],
-    "def _steps(): ...\n_steps()": [],
-    "x._version, x.__dict__, f'{y}_steps', 'of _steps'": [],
-}
-
-
-def test_private_uses_are_found():
-    for source, found in USES.items():
-        assert private_uses(ast.parse(source), {"_steps"}) == found, source
-
-
 BESIDE = {
     # The engine's nouns, each with unit tests; and where faults of copies, updates and waits are put.
     "across_devices": "choice sums",
@@ -484,12 +407,59 @@ def test_tests_import_the_modules_that_are_listed():
     assert all(names.split() == sorted({*names.split()}) for names in BESIDE.values())
 
 
-def test_modules_beside_are_found():
-    for source, found in {
-        "import hf_l2l.eps.masters": {"hf_l2l.eps.masters"},
-        "from hf_l2l.eps import masters": {"hf_l2l.eps.masters"},
-        "def f():\n    from hf_l2l.eps.masters import Master": {"hf_l2l.eps.masters"},
-        "from hf_l2l import compat, attach_l2l, testing": {"hf_l2l.compat"},
-        "from hf_l2l.testing import Costs\nimport torch": set(),
-    }.items():
-        assert modules_beside(ast.parse(source)) == found, source
+# ---- the checks find what they look for
+
+
+def forbidden_to(floor: str) -> Callable[[ast.AST], set[str]]:
+    return lambda tree: forbidden_imports(floor, tree)
+
+
+def uses_of_steps(tree: ast.AST) -> list[str]:
+    return private_uses(tree, {"_steps"})
+
+
+SOURCES: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
+    (data_assignments, {"p.data = q": [1], "p.data += q": [1], "a, p.data = 1, 2": [1], "p.data[0] = q": [1]}),
+    (data_assignments, {"p.data.copy_(q)": [1], "q = p.data": []}),
+    (unsafe_loads, {"torch.load(f)": [1], "torch.load(f, weights_only=False)": [1]}),
+    (unsafe_loads, {"def f():\n    import pickle": [2], "from pickle import loads": [1]}),
+    (unsafe_loads, {"torch.load(f, weights_only=True)": []}),
+    (broad_handlers, {"try:\n    pass\nexcept:\n    pass": [3]}),
+    (broad_handlers, {"try:\n    pass\nexcept Exception as error:\n    raise": [3]}),
+    (broad_handlers, {"try:\n    pass\nexcept (KeyError, BaseException):\n    pass": [3]}),
+    (broad_handlers, {"try:\n    pass\nexcept (KeyError, ValueError):\n    pass": []}),
+    (undocumented, {"class Public: ...\nclass _Private: ...": ["the module", "Public"]}),
+    (undocumented, {'def function(): ...\ndef told():\n    """So."""': ["the module", "function"]}),
+    (modules_of_tests, {"from tests.stash.test_cmp import made": {"tests.stash.test_cmp.made"}}),
+    (modules_of_tests, {"import test_cmp": {"test_cmp"}, "from tests import x": {"tests.x"}}),
+    (modules_of_tests, {"from models import bert\nimport pytest": set()}),
+    (forbidden_to("eps"), {"from hf_l2l.engine.relay import Relay": {"engine"}, "import hf_l2l": {"hf_l2l"}}),
+    (forbidden_to("eps"), {"from hf_l2l import engine, runtime": {"engine"}, "import hf_l2l.hf.trainer": {"hf"}}),
+    (forbidden_to("eps"), {"from hf_l2l.eps.pending import hold": set()}),
+    (forbidden_to("engine"), {"def f():\n    from hf_l2l.hf.attach import attach_l2l": {"hf"}}),
+    (forbidden_to("engine"), {"from hf_l2l.testing import sim_device": {"testing"}}),
+    (forbidden_to("hf"), {"from hf_l2l.hooks import attach_l2l": {"hooks"}}),
+    (forbidden_to("cli"), {"import hf_l2l\nfrom hf_l2l.testing import sim_device": set()}),
+    (forbidden_to("glue"), {"from hf_l2l.demo import demo_files": {"demo"}}),
+    (third_party, {"import os, torch.nn\nfrom transformers.utils import logging": {"torch", "transformers"}}),
+    (uses_of_steps, {"x._steps": ["_steps"], "x._steps = 1": ["_steps"], "x.y._steps()": ["_steps"]}),
+    (uses_of_steps, {"from hf_l2l.eps import _steps": ["_steps"], "with_methods(x, _steps=None)": ["_steps"]}),
+    (uses_of_steps, {"patch.setattr(x, '_steps', None)": ["_steps"]}),
+    (uses_of_steps, {"patch.setattr('hf_l2l.eps.server._steps', None)": ["_steps"]}),
+    (uses_of_steps, {"class A(B):\n    def _steps(self):\n        super()._steps()": ["_steps"]}),
+    (uses_of_steps, {"class A:\n    def f(self):\n        self._steps = 1\n        return self._steps": []}),
+    (uses_of_steps, {"def _steps(): ...\n_steps()": [], "x._version, x.__dict__, f'{y}_steps', 'of _steps'": []}),
+    (modules_beside, {"import hf_l2l.eps.masters": {"hf_l2l.eps.masters"}}),
+    (modules_beside, {"from hf_l2l.eps import masters": {"hf_l2l.eps.masters"}}),
+    (modules_beside, {"def f():\n    from hf_l2l.eps.masters import Master": {"hf_l2l.eps.masters"}}),
+    (modules_beside, {"from hf_l2l import compat, attach_l2l, testing": {"hf_l2l.compat"}}),
+    (modules_beside, {"from hf_l2l.testing import Costs\nimport torch": set()}),
+]
+"""A check, and what it finds in sources."""
+
+
+def test_checks_find():
+    for check, sources in SOURCES:
+        assert {source: check(ast.parse(source)) for source in sources} == sources
+    assert OUTSIDE.findall("open('/wor" + "k/file')") and OUTSIDE.findall("see ../shar" + "ed/file")
+    assert not OUTSIDE.findall("the /workers") and not OUTSIDE.findall("a/work/")
