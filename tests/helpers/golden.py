@@ -3,9 +3,9 @@
     python tests/helpers/golden.py record before.json            # on the commit before
     python tests/helpers/golden.py compare before.json           # on the one after, on the same machine
 
-`--quick` runs one case of each kind, for a look after every step; a recording of all cases serves for it, too. `--only
-WORD` runs the cases whose name has the word. The cases are in `golden_cases.py`, with the table that spells their
-options as they are called today; how they run, and what of them is kept, is in `golden_runs.py`.
+`--quick` runs one case of each kind, for a look after every step; a recording of all cases serves for it, too. The
+cases are in `golden_cases.py`, with the table that spells their options as they are called today; how they run, and
+what of them is kept, is in `golden_runs.py`.
 
 The bits depend on the machine and on torch, so that no recording is kept with the tests.
 """
@@ -61,13 +61,7 @@ class Difference(NamedTuple):
 
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases that are asked for."""
-    found = [case for case in cases() if options.only is None or options.only in case.name]
-    return quick(found) if options.quick else found
-
-
-def shards(where: str, options: argparse.Namespace) -> int:
-    """Over how many processes the cases there are spread: few ones are not worth the imports of several."""
-    return 1 if options.quick or options.only else SHARDS[where]
+    return quick(cases()) if options.quick else cases()
 
 
 def run_part(options: argparse.Namespace) -> None:
@@ -90,7 +84,7 @@ def run_part(options: argparse.Namespace) -> None:
     mine = [case for case in chosen(options) if case.where == options.where]
     found: dict[str, Any] = {}
     folder = Path(options.folder)
-    for number, case in enumerate(mine[options.shard :: shards(options.where, options)]):
+    for number, case in enumerate(mine[options.shard :: options.of]):
         try:
             found[case.name + suffix] = run(case, folder / str(number))
         except Exception as error:  # noqa: BLE001  # of this case; the others are of use all the same
@@ -105,8 +99,9 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
     """Run all cases that are asked for, two processes at a time; returns name -> record."""
     from budgeted import FIGURES
 
+    shards = dict.fromkeys(SHARDS, 1) if options.quick else SHARDS  # few cases are not worth the imports of several
     wanted = {case.where for case in chosen(options)}
-    parts = [(where, shard) for where in SHARDS if where in wanted for shard in range(shards(where, options))]
+    parts = [(where, shard) for where in SHARDS if where in wanted for shard in range(shards[where])]
     with tempfile.TemporaryDirectory(prefix="golden_") as scratch:
         figures = Path(scratch, "figures")  # so that a plan does not depend on what this machine reaches just now
         figures.write_text(FIGURES.to_json())
@@ -114,9 +109,8 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
         def run(part: tuple[str, int]) -> dict[str, Any]:
             where, shard = part
             folder = Path(scratch, f"{where} {shard}")
-            asked = ["run", "--where", where, "--shard", str(shard), "--folder", str(folder)]
+            asked = ["run", f"--where={where}", f"--shard={shard}", f"--of={shards[where]}", f"--folder={folder}"]
             asked += ["--quick"] if options.quick else []
-            asked += ["--only", options.only] if options.only is not None else []
             done = subprocess.run(
                 [sys.executable, *(TORCHRUN if "ranks" in where else ()), __file__, *asked],
                 env={**os.environ, **ENVIRONMENT, "HF_L2L_FIGURES": str(figures)},
@@ -177,16 +171,13 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("action", choices=("record", "compare", "run"), help='"run" is for processes of the others')
     parser.add_argument("file", nargs="?", type=Path, help="of the recording")
     parser.add_argument("--quick", action="store_true", help="one case of each kind")
-    parser.add_argument("--only", help="cases whose name has this word")
-    for name, kind in (("where", str), ("folder", str), ("shard", int)):
+    for name, kind in (("where", str), ("folder", str), ("shard", int), ("of", int)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.action != "run" and options.file is None:
         parser.error(f"{options.action} needs the file of a recording")
     if options.action == "compare" and not options.file.is_file():
         parser.error(f"compare needs a recording (got {options.file}, which is no file); make one with record")
-    if not chosen(options):
-        parser.error(f"--only must be a word of the name of a case (got {options.only!r}), such as 'sim: resident'")
     return options
 
 
@@ -212,15 +203,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"recorded: {took}")
         return 0
     names = {case.name for case in chosen(options)}
-    is_whole = not (options.quick or options.only)  # then, a case that is gone is a difference
-    known = {name: case for name, case in made["cases"].items() if is_whole or name.partition(" (rank")[0] in names}
+    # A case that is gone is a difference, unless few of them are run.
+    is_known = {name: not options.quick or name.partition(" (rank")[0] in names for name in made["cases"]}
+    known = {name: case for name, case in made["cases"].items() if is_known[name]}
     lines = [f"{case}: {section}: {what}" for case, section, what in differences(known, after)]
     new = [name for name in after if name not in known]
     print(f"compared: {took}", *lines, sep="\n")
     if new:
         print(f"{len(new)} cases are not in the recording, and compared with nothing:", *new, sep="\n")
     print(f"{len(lines)} differences" if lines else "equal" if len(new) < len(after) else "nothing was compared")
-    return int(bool(lines) or len(new) == len(after) or (bool(new) and not is_whole))
+    return int(bool(lines) or len(new) == len(after) or (bool(new) and options.quick))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ from hf_l2l import (
     make_l2l_arguments,
     make_l2l_trainer,
 )
-from models import ROWS, SMALL, VOCAB
+from models import ROWS, VOCAB
+from training import arguments
 
 Record = dict[str, Any]
 """Section -> what was computed."""
@@ -59,12 +60,6 @@ def after_backward(model: nn.Module, eps: Any, step: int) -> None:
 
 def llama(layers: int = 3, *, tied: bool = True) -> Any:
     return models.llama(num_hidden_layers=layers, max_position_embeddings=64, tie_word_embeddings=tied)
-
-
-def albert() -> nn.Module:
-    """One layer that is called three times."""
-    sizes = {**SMALL, "num_hidden_layers": 3, "embedding_size": 8}
-    return hf.AlbertForSequenceClassification(hf.AlbertConfig(**sizes))
 
 
 class Adapted(nn.Module):
@@ -96,7 +91,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "untied llama": lambda: llama(tied=False),
     "t5": lambda: models.t5(dropout=0.1),
-    "albert": albert,
+    "albert": lambda: models.albert(3),
     "adapted": adapted,
     "adapted 16-bit base": lambda: adapted(torch.bfloat16),
 }
@@ -305,19 +300,12 @@ def trainer_of(case: Case, folder: Path) -> Any:
             terms[f"{term} folder"] = str(folder.parent)
     if "real-time folder" in terms:
         terms["real-time folder"] = str(folder.with_name(f"{folder.name}-{terms['real-time folder']}"))
-    arguments = {
-        "output_dir": str(folder),
+    options = {
         "per_device_train_batch_size": ROWS // (2 if distributed.is_initialized() else 1),
-        "per_device_eval_batch_size": ROWS,
-        "max_steps": 4,
+        "save_strategy": "steps",
         "save_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
         "max_grad_norm": 0.1,
         "eval_strategy": "steps" if "eval_steps" in case.arguments else "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
         "use_cpu": "cpu" in case.where,
         **case.arguments,
         **options_of(terms, of_trainer=True),
@@ -327,14 +315,14 @@ def trainer_of(case: Case, folder: Path) -> Any:
     counts = None
     if case.trainer == "Seq2SeqTrainer":
         kind, makes = make_l2l_trainer(hf.Seq2SeqTrainer), SEQ2SEQ_ARGUMENTS
-        arguments["predict_with_generate"] = True
+        options["predict_with_generate"] = True
 
         def counts(predicted: Any) -> dict[str, float]:
             tokens = predicted.predictions
             return {"tokens": float(numpy.where(tokens >= 0, tokens, 0).sum())}
 
     data = {"train_dataset": data_of(case), "eval_dataset": data_of(case, 10)}
-    return kind(model=MODELS[case.model](), args=makes(**arguments), compute_metrics=counts, **data)
+    return kind(model=MODELS[case.model](), args=arguments(makes, folder, **options), compute_metrics=counts, **data)
 
 
 def trainer(case: Case, folder: Path) -> Record:
@@ -388,12 +376,9 @@ def script(case: Case, folder: Path) -> Record:
     options = options_of({"budget": "off", **case.options}, of_trainer=True)
     options |= {"use_cpu": True if case.where == "cpu" else None, "max_steps": 4, "save_strategy": "steps"}
     options |= {"save_steps": 2, "logging_steps": 1, "gradient_accumulation_steps": 2, "task_name": None, **data}
-    record: Record = {}
     run_glue_l2l.main(command(make_tiny_model(str(folder / "model")), folder, **options))
     state = json.loads((folder / "out" / "trainer_state.json").read_text())
-    record["logs"] = logged(state["log_history"], "whole")
-    record["files"] = files_of(folder / "out", case)
-    return record
+    return {"logs": logged(state["log_history"], "whole"), "files": files_of(folder / "out", case)}
 
 
 # ---- files

@@ -40,6 +40,12 @@ def electra() -> nn.Module:
     return hf.ElectraForSequenceClassification(hf.ElectraConfig(**SMALL, **WITHOUT_DROPOUT, embedding_size=8))
 
 
+def albert(layers: int = 2) -> nn.Module:
+    """One layer that is called so often."""
+    sizes = {**SMALL, "num_hidden_layers": layers, "embedding_size": 8}
+    return hf.AlbertForSequenceClassification(hf.AlbertConfig(**sizes))
+
+
 def deberta_v2() -> nn.Module:
     """The relative embeddings have 2 x 4 rows: as many as the batch."""
     config = hf.DebertaV2Config(

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import accumulate
@@ -295,11 +296,9 @@ def _first_failure(device: str, tests: Sequence[str], checkout: Path, limit: flo
 def end_session(leader: int) -> None:
     """End what is left of a session: processes that tests have started may wait for one that has been ended."""
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
-        try:
+        with suppress(ProcessLookupError):
             if os.getsid(pid) == leader:
                 os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def _run_tests(device: str, names: str, said: int, checkout: Path) -> None:

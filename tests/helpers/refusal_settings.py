@@ -17,6 +17,7 @@ from hf_l2l import L2LArgumentsMixin as ArgumentsMixin
 from hf_l2l import L2LBatchGrowth, L2LCallback, L2LConfig, L2LTrainer, L2LTrainerMixin, make_l2l_arguments
 from hf_l2l import make_l2l_trainer as make_trainer
 from hf_l2l.option_names import argument
+from models import albert
 from refusals import Act, Case, Prepare, Rows, Scene, call, counts, gives, late, row, trainer, variable
 from training import rows
 
@@ -247,12 +248,6 @@ class _Own(L2LTrainer):
         return super().training_step(*args, **kwargs)
 
 
-def _again_and_again(scene: Scene, model: Any) -> nn.Module:
-    sizes = {"embedding_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    config = hf.AlbertConfig(vocab_size=60, num_hidden_layers=2, **sizes)
-    return hf.AlbertForSequenceClassification(config)
-
-
 def _coupled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.logits @ outputs.logits.T, torch.arange(len(labels)))
 
@@ -272,7 +267,7 @@ NOISE: Rows = {
         _measured(passed={"compute_loss_func": _coupled}), varies=r"[\d.]+(?= for a batch| as a)"
     ),
     "`l2l_noise_scale=True`, with layers that run several times, as those of ALBERT": late(
-        _measured(_again_and_again)
+        _measured(lambda scene, model: albert())
     ),
     "`L2LBatchGrowth(0)`": call(L2LBatchGrowth, 0),
     "`L2LBatchGrowth(32, 'half')`": call(L2LBatchGrowth, 32, "half"),
