@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from hf_l2l.option_names import argument
@@ -190,29 +191,20 @@ def quick(of: list[Case]) -> list[Case]:
 
 
 def _everywhere(where: str) -> Iterator[Case]:
-    for model in ("llama", "bert", "t5"):
-        for update in ("deferred", "serial", "eager"):
-            for rows in (3, None):
-                options = {"update": update, "micro-batch": rows}
-                yield Case(where, "update modes", model, options, clips=update != "eager")
+    for model, update, rows in product(("llama", "bert", "t5"), ("deferred", "serial", "eager"), (3, None)):
+        yield Case(where, "update modes", model, {"update": update, "micro-batch": rows}, clips=update != "eager")
 
     yield Case(where, "precision", "llama", {"precision": "bf16", "update": "deferred", "micro-batch": 4})
     yield Case(where, "precision", "llama", {"precision": "bf16", "update": "eager"}, clips=False)
-    for update in ("deferred", "serial"):
-        for precision in ("bf16", "fp16"):
-            for stash in ("host", "device"):
-                options = {"update": update, "precision": precision, "stash": stash, "micro-batch": 4}
-                yield Case(where, "precision", "bert", options)
+    for update, precision, stash in product(("deferred", "serial"), ("bf16", "fp16"), ("host", "device")):
+        options = {"update": update, "precision": precision, "stash": stash, "micro-batch": 4}
+        yield Case(where, "precision", "bert", options)
 
-    for state in (
-        {"gradients": "16bit"},
-        {"moments": "bf16"},
-        {"gradients": "16bit", "moments": "bf16"},
-        {"copies": "per_sweep"},
-        {"gradients": "16bit", "moments": "bf16", "copies": "per_sweep"},
-    ):
+    small = {"gradients": "16bit", "moments": "bf16"}
+    per_sweep = {"copies": "per_sweep"}
+    for state in ({"gradients": "16bit"}, {"moments": "bf16"}, small, per_sweep, {**small, **per_sweep}):
         yield Case(where, "host state", "bert", {"precision": "bf16", "update": "deferred", **state})
-    yield Case(where, "host state", "bert", {"gradients": "16bit", "moments": "bf16", "update": "serial"})
+    yield Case(where, "host state", "bert", {**small, "update": "serial"})
 
     overflowing = {"precision": "fp16", "first loss scale": 2.0**26, "loss scale interval": 1}
     for update in ("deferred", "serial"):
@@ -224,21 +216,19 @@ def _everywhere(where: str) -> Iterator[Case]:
         yield Case(where, "optimizers", "llama", {"update": "deferred"}, optimizer=optimizer, groups=True)
     yield Case(where, "optimizers", "llama", {"update": "deferred"}, optimizer="fused AdamW", groups=True, clips=False)
     yield Case(where, "optimizers", "llama", {"update": "serial"}, optimizer="LAMB", groups=True, clips=False)
-    for state in ({}, {"gradients": "16bit"}, {"gradients": "16bit", "moments": "bf16"}):
-        for clips in (True, False):
-            options = {"precision": "bf16", "update": "deferred", **state}
-            for optimizer in ("fused AdamW", "SGD") if not state else ("fused AdamW",):
-                yield Case(where, "16-bit optimizers", "bert", options, optimizer=optimizer, groups=True, clips=clips)
+    for state, clips in product(({}, {"gradients": "16bit"}, small), (True, False)):
+        options = {"precision": "bf16", "update": "deferred", **state}
+        for optimizer in ("fused AdamW",) if state else ("fused AdamW", "SGD"):
+            yield Case(where, "16-bit optimizers", "bert", options, optimizer=optimizer, groups=True, clips=clips)
     fused_overflow = {**overflowing, "update": "deferred"}
     yield Case(where, "16-bit optimizers", "bert", fused_overflow, optimizer="fused AdamW", steps=12)
 
     for stash in ("disk", "host", "auto"):
         yield Case(where, "stash", "llama", {"stash": stash, "micro-batch": 4, "update": "deferred"})
         yield Case(where, "stash", "bert", {"stash": stash, "micro-batch": 2, "update": "deferred"})
-    for update in ("deferred", "serial"):
-        for precision in (None, "bf16"):
-            options = {"state": "disk", "state window": 3, "update": update, "precision": precision}
-            yield Case(where, "state on disk", "deep", options, optimizer="fused AdamW")
+    for update, precision in product(("deferred", "serial"), (None, "bf16")):
+        options = {"state": "disk", "state window": 3, "update": update, "precision": precision}
+        yield Case(where, "state on disk", "deep", options, optimizer="fused AdamW")
     yield Case(where, "state on disk", "deep", {"state": "disk", "update": "eager"}, clips=False)
 
     yield Case(where, "adapters", "adapted", {"update": "deferred", "micro-batch": 4})
@@ -275,24 +265,22 @@ def _on_a_device() -> Iterator[Case]:
     ):
         yield Case("sim", "kept on the device", "bert", {"update": "deferred", **options})
 
-    for stash in ("host", "disk"):
-        for model in ("llama", "bert", "t5"):
-            options = {"boundary": "host", "stash": stash, "micro-batch": 3, "update": "deferred"}
-            yield Case("sim", "boundary on the host", model, options)
+    for stash, model in product(("host", "disk"), ("llama", "bert", "t5")):
+        options = {"boundary": "host", "stash": stash, "micro-batch": 3, "update": "deferred"}
+        yield Case("sim", "boundary on the host", model, options)
 
-    for model in ("llama", "untied llama"):  # 320 tokens: three chunks
-        for options in ({}, {"precision": "bf16"}, {"chunked loss": "off"}):
-            settings = {"update": "deferred", "stash": "host", "micro-batch": 4, **options}
-            yield Case("sim", "chunked loss", model, settings, tokens=40, steps=2)
+    several = ({}, {"precision": "bf16"}, {"chunked loss": "off"})
+    for model, more in product(("llama", "untied llama"), several):  # 320 tokens: three chunks
+        options = {"update": "deferred", "stash": "host", "micro-batch": 4, **more}
+        yield Case("sim", "chunked loss", model, options, tokens=40, steps=2)
 
 
 def _on_devices() -> Iterator[Case]:
-    for model in ("llama", "bert"):
-        for count in (2, 3):
-            for options in ({"micro-batch": 4}, {"precision": "bf16", "stash": "host", "micro-batch": 2}):
-                yield Case("sim", "several devices", model, {"devices": count, "update": "deferred", **options})
-    for options in ({"head": "first"}, {"head": "auto"}):
-        settings = {"devices": 2, "micro-batch": 4, "update": "deferred", **options}
+    both = ({"micro-batch": 4}, {"precision": "bf16", "stash": "host", "micro-batch": 2})
+    for model, count, options in product(("llama", "bert"), (2, 3), both):
+        yield Case("sim", "several devices", model, {"devices": count, "update": "deferred", **options})
+    for head in ("first", "auto"):
+        settings = {"devices": 2, "micro-batch": 4, "update": "deferred", "head": head}
         yield Case("sim", "several devices", "untied llama", settings, tokens=40, steps=2)
     residents = {"devices": 2, "resident": "shell", "resident layers": 1, "micro-batch": 4}
     yield Case("sim", "several devices", "llama", residents, optimizer="fused AdamW")
