@@ -159,8 +159,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Differenc
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Path in a record -> the number or digest that is there."""
-    if not isinstance(value, dict):
+    """Path in a record -> the number or digest that is there; {} of a file of which nothing is kept."""
+    if not isinstance(value, dict) or not value:
         return {path: value}
     return {inside: leaf for name in value for inside, leaf in flat(value[name], f"{path}{name}: ").items()}
 

@@ -23,14 +23,12 @@ ROWS = 8
 
 
 class Backward(NamedTuple):
-    """One micro-step."""
+    """One micro-step: forwards whose losses are summed before the backward, those without one, and those without a
+    graph."""
 
     forwards: int
-    """Whose losses are summed before the one backward."""
     thrown_away: int
-    """Forwards with a graph and without a backward."""
     evaluations: int
-    """Forwards without a graph."""
 
 
 class Program(NamedTuple):
