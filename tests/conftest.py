@@ -78,7 +78,8 @@ def _nothing_of_other_modules() -> Iterator[None]:
     """What is there before the first test of a module is not looked at again and again: every training of the Trainer
     begins with a collection of all garbage, which takes as long as the training of a tiny model does. It stays so for
     the modules after it: what is imported would be most of what each of them looks at. Of other modules' models
-    nothing is left on the simulated accelerator, nor of its refusals to page-lock memory."""
+    nothing is left on the simulated accelerator, nor of its refusals to page-lock memory; and what fixtures of a
+    module set of loggers ends with it."""
     gc.collect()
     if DEVICE == "sim":
         from hf_l2l.runtime import stream
@@ -90,7 +91,8 @@ def _nothing_of_other_modules() -> Iterator[None]:
             gc.collect()
             HELD[0] = _held_on_sim()
     gc.freeze()
-    yield
+    with _levels_kept():
+        yield
 
 
 HELD = [(0, 0)]
@@ -113,13 +115,6 @@ def _levels_kept() -> Iterator[None]:
     yield
     for logger, level in zip(LOGGERS, levels, strict=True):
         logger.setLevel(level)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _levels_of_other_modules() -> Iterator[None]:
-    """What fixtures of a module set ends with it."""
-    with _levels_kept():
-        yield
 
 
 @pytest.fixture(autouse=True)

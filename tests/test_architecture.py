@@ -74,14 +74,14 @@ PROGRAMS = {"cli"}
 """Floors that nothing else imports. They may import the package itself, the simulated accelerator to run on, and the
 demo data."""
 
+
+def floor_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
 FILES = sorted(PACKAGE.rglob("*.py"))
-ENGINE = [f for f in FILES if f.relative_to(PACKAGE).parts[0].removesuffix(".py") in FLOORS]
-OURS = [*FILES, *sorted(p for p in (ROOT / "tests").rglob("*.py"))]
-MAX_LINES = 600
-
-
-def named(file: Path) -> str:
-    return str(file.relative_to(ROOT))
+ENGINE = [file for file in FILES if floor_of(file) in FLOORS]
+OURS = [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]
 
 
 @cache
@@ -96,7 +96,7 @@ def nodes_of(tree: ast.AST) -> list[ast.AST]:
 
 def found_in(files: Iterable[Path], check: Callable[[Path], Collection[Any]]) -> dict[str, Collection[Any]]:
     """File -> what `check` finds there, of those where it finds something."""
-    return {named(file): found for file in files if (found := check(file))}
+    return {str(file.relative_to(ROOT)): found for file in files if (found := check(file))}
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
@@ -111,9 +111,7 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
 
 def own_imports(tree: ast.AST) -> set[str]:
     """Folders and files at the top that are imported: "engine" for `from hf_l2l.engine.relay import Relay`."""
-    found = {name.split(".")[1] for name in imports_of(tree) if name.startswith("hf_l2l.")}
-    bare = {name for name in imports_of(tree) if name == "hf_l2l"}
-    return found | bare
+    return {name.split(".")[:2][-1] for name in imports_of(tree) if name.split(".")[0] == "hf_l2l"}
 
 
 def forbidden_imports(floor: str, tree: ast.AST) -> set[str]:
@@ -124,10 +122,6 @@ def forbidden_imports(floor: str, tree: ast.AST) -> set[str]:
 
 def third_party(tree: ast.AST) -> set[str]:
     return {name.split(".")[0] for name in imports_of(tree)} - set(sys.stdlib_module_names) - {"hf_l2l"}
-
-
-def floor_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def test_everything_has_a_floor_is_installed_and_says_what_lives_there():
@@ -173,83 +167,57 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def targets_of(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.Assign):
-        return [part for target in node.targets for part in ast.walk(target)]
-    return list(ast.walk(node.target)) if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
-
-
 def data_assignments(tree: ast.AST) -> list[int]:
     """Lines that write through `.data`, which autograd does not see."""
-    found = [n for n in nodes_of(tree) for t in targets_of(n) if isinstance(t, ast.Attribute) and t.attr == "data"]
-    in_place = [
-        n
-        for n in nodes_of(tree)
-        if isinstance(n, ast.Call)
-        and isinstance(n.func, ast.Attribute)
-        and n.func.attr.endswith("_")
-        and isinstance(n.func.value, ast.Attribute)
-        and n.func.value.attr == "data"
-    ]
-    return [n.lineno for n in (*found, *in_place)]
+
+    def is_data(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == "data"
+
+    def writes(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            return isinstance(node.ctx, ast.Store) and any(map(is_data, ast.walk(node)))
+        called = node.func if isinstance(node, ast.Call) else None
+        return isinstance(called, ast.Attribute) and called.attr.endswith("_") and is_data(called.value)
+
+    return [node.lineno for node in nodes_of(tree) if writes(node)]
+
+
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 
 def unsafe_loads(tree: ast.AST) -> list[int]:
     """Lines that may run code which is stored in a file."""
-    loads = [n for n in nodes_of(tree) if isinstance(n, ast.Call) and dotted(n.func) == "torch.load"]
-    safe = [
-        n
-        for n in loads
-        for k in n.keywords
-        if k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True
-    ]
-    pickles = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
-    importing = [
-        n
-        for n in nodes_of(tree)
-        if isinstance(n, ast.Import | ast.ImportFrom) and {name.split(".")[0] for name in imports_of(n)} & pickles
-    ]
-    return [n.lineno for n in loads if n not in safe] + [n.lineno for n in importing]
+
+    def may_run(node: ast.AST) -> bool:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            return bool({name.split(".")[0] for name in imports_of(node)} & PICKLES)
+        is_load = isinstance(node, ast.Call) and dotted(node.func) == "torch.load"
+        return is_load and "weights_only=True" not in map(ast.unparse, node.keywords)
+
+    return [node.lineno for node in nodes_of(tree) if may_run(node)]
+
+
+BROAD = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
 
 
 def broad_handlers(tree: ast.AST) -> list[int]:
     """Lines that catch unforeseen errors."""
-    broad = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
-
-    def caught(handler: ast.ExceptHandler) -> list[ast.AST]:
-        kinds = handler.type
-        return list(kinds.elts) if isinstance(kinds, ast.Tuple) else [kinds] if kinds is not None else []
-
-    return [
-        n.lineno
-        for n in nodes_of(tree)
-        if isinstance(n, ast.ExceptHandler) and (n.type is None or {dotted(kind) for kind in caught(n)} & broad)
-    ]
+    handlers = [node for node in nodes_of(tree) if isinstance(node, ast.ExceptHandler)]
+    return [each.lineno for each in handlers if each.type is None or BROAD & set(map(dotted, ast.walk(each.type)))]
 
 
 def undocumented(tree: ast.Module) -> list[str]:
     """Public functions and classes without a docstring, and the module if it has none."""
-    public = [
-        n
-        for n in tree.body
-        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not n.name.startswith("_")
-    ]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
     found = [] if ast.get_docstring(tree) else ["the module"]
-    return found + [n.name for n in public if not ast.get_docstring(n)]
-
-
-CHECKS = {
-    "data assignment": data_assignments,
-    "unsafe load": unsafe_loads,
-    "broad handler": broad_handlers,
-}
+    return found + [node.name for node in public if not ast.get_docstring(node)]
 
 
 def test_habits():
-    for name, check in CHECKS.items():
-        assert found_in(FILES, lambda file, check=check: check(tree_of(file))) == {}, name
-    assert found_in(FILES, lambda file: file.read_text().splitlines()[MAX_LINES:]) == {}, "no file is long"
-    assert found_in(FILES, lambda file: undocumented(tree_of(file))) == {}, "what is public has a docstring"
+    for check in (data_assignments, unsafe_loads, broad_handlers, undocumented):
+        assert found_in(FILES, lambda file, check=check: check(tree_of(file))) == {}, check.__doc__
+    assert found_in(FILES, lambda file: file.read_text().splitlines()[600:]) == {}, "no file is long"
 
 
 def modules_of_tests(tree: ast.AST) -> set[str]:
@@ -270,87 +238,11 @@ def test_no_path_leads_out_of_the_project():
     assert found_in(OURS, lambda file: OUTSIDE.findall(file.read_text())) == {}
 
 
-# ---- the checks find what they look for
+# ---- names that are in one place, and documents
 
 
-FOUND = {
-    "data assignment": [
-        "p.data = q",
-        "p.data += q",
-        "a, p.data = 1, 2",
-        "p.data[0] = q",
-        "p.data.copy_(q)",
-    ],
-    "unsafe load": [
-        "torch.load(f)",
-        "torch.load(f, weights_only=False)",
-        "def f():\n    import pickle",
-        "from pickle import loads",
-    ],
-    "broad handler": [
-        "try:\n    pass\nexcept:\n    pass",
-        "try:\n    pass\nexcept Exception as error:\n    raise",
-        "try:\n    pass\nexcept (KeyError, BaseException):\n    pass",
-    ],
-}
-LET_PASS = {
-    "data assignment": "q = p.data",
-    "unsafe load": "torch.load(f, weights_only=True)",
-    "broad handler": "try:\n    pass\nexcept (KeyError, ValueError):\n    pass",
-}
-
-
-def test_checks_find():
-    for name, check in CHECKS.items():
-        assert [len(check(ast.parse(source))) for source in FOUND[name]] == [1] * len(FOUND[name]), name
-        assert check(ast.parse(LET_PASS[name])) == [], name
-    source = 'class Public: ...\nclass _Private: ...\ndef function(): ...\ndef told():\n    """So."""'
-    assert undocumented(ast.parse(source)) == ["the module", "Public", "function"]
-    for source in ("from tests.stash.test_cmp import made", "import test_cmp", "from tests import x"):
-        assert len(modules_of_tests(ast.parse(source))) == 1
-    assert modules_of_tests(ast.parse("from models import bert\nimport pytest")) == set()
-    for text, leads in (
-        ("open('/wor" + "k/file')", True),
-        ("see ../shar" + "ed/file", True),
-        ("the /workers", False),
-        ("a/work/", False),
-    ):
-        assert bool(OUTSIDE.findall(text)) == leads, text
-
-
-ARROWS: list[tuple[str, str, set[str]]] = [
-    ("eps", "from hf_l2l.engine.relay import Relay", {"engine"}),
-    ("eps", "from hf_l2l import engine, runtime", {"engine"}),
-    ("eps", "import hf_l2l.hf.trainer", {"hf"}),
-    ("eps", "import hf_l2l", {"hf_l2l"}),
-    ("eps", "from hf_l2l.eps.pending import hold", set()),
-    ("engine", "def f():\n    from hf_l2l.hf.attach import attach_l2l", {"hf"}),
-    ("engine", "from hf_l2l.testing import sim_device", {"testing"}),
-    ("hf", "from hf_l2l.hooks import attach_l2l", {"hooks"}),
-    ("cli", "import hf_l2l\nfrom hf_l2l.testing import sim_device", set()),
-    ("glue", "from hf_l2l.demo import demo_files", {"demo"}),
-]
-
-
-def test_arrows_up_are_found():
-    for floor, source, forbidden in ARROWS:
-        assert forbidden_imports(floor, ast.parse(source)) == forbidden, source
-    tree = ast.parse("import os, torch.nn\nfrom transformers.utils import logging")
-    assert third_party(tree) == {"torch", "transformers"}
-
-
-PRIVATE = (
-    "torch._C",
-    "_is_checkpoint_valid",
-    "_execution_engine",
-    "_unsafe_preserve_version_counter",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_NormBase",
-    "_BatchNorm",
-    "_non_persistent_buffers_set",
-    "_active_collector",
-)
+PRIVATE = """torch._C _is_checkpoint_valid _execution_engine _unsafe_preserve_version_counter _optimizer_step_pre_hooks
+    _optimizer_step_post_hooks _NormBase _BatchNorm _non_persistent_buffers_set _active_collector""".split()
 """Private names of torch and transformers, which `compat.py` has for the others."""
 
 
@@ -368,14 +260,11 @@ def test_the_picture_of_the_folders_has_every_floor_in_its_order():
     assert shown == [floor for floor in reversed(FLOORS) if floor != "measure"] and "measure.py" in picture[1]
 
 
-WALKS = re.compile(r"^\d+\. .*$", re.M)
-
-
 def test_the_walks_name_what_is_there():
     """Every file that they point to, and every name in code that the package has."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    walks = "\n".join(WALKS.findall(text))
-    assert len(WALKS.findall(walks)) == 30
+    lines = re.findall(r"^\d+\. .*$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(lines) == 30
+    walks = "\n".join(lines)
     assert all((PACKAGE / file).is_file() for file in re.findall(r"`(\w+/\w+\.py)`", walks))
     code = "\n".join(file.read_text() for file in ENGINE)
     for name in re.findall(r"`((?:[A-Z]\w+\.)?\w+)`", walks):
@@ -398,10 +287,6 @@ OF_LIBRARIES = frozenset(
 sets them in objects of theirs."""
 
 
-def is_private(name: str) -> bool:
-    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
-
-
 def private_names(tree: ast.AST, *, of_self: bool = False) -> set[str]:
     """Names with one underscore that are defined: functions, classes, variables and attributes, those of `self` alone
     with `of_self`."""
@@ -409,13 +294,12 @@ def private_names(tree: ast.AST, *, of_self: bool = False) -> set[str]:
     for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if not of_self or dotted(node.value) == "self" else set()
         elif isinstance(node, ast.alias):
             found.add(node.asname or node.name)
-    return {name for name in found if is_private(name)}
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner, _, name = dotted(node).rpartition(".")
+            found |= {name} if not of_self or owner == "self" or isinstance(node, ast.Name) else set()
+    return {name for name in found if re.fullmatch(r"_[A-Za-z]\w*", name)}
 
 
 @cache
@@ -450,26 +334,6 @@ def test_no_name_of_libraries_is_listed_in_vain():
     defined = set().union(*(private_names(tree_of(file)) for file in FILES))
     used = set().union(*(private_uses(tree_of(file), OF_LIBRARIES) for file in TESTS))
     assert OF_LIBRARIES - (defined & used) == set()
-
-
-USES = {
-    "x._steps": ["_steps"],
-    "x._steps = 1": ["_steps"],
-    "x.y._steps()": ["_steps"],
-    "from hf_l2l.eps import _steps": ["_steps"],
-    "patch.setattr(x, '_steps', None)": ["_steps"],
-    "with_methods(x, _steps=None)": ["_steps"],
-    "patch.setattr('hf_l2l.eps.server._steps', None)": ["_steps"],
-    "class A(B):\n    def _steps(self):\n        super()._steps()": ["_steps"],
-    "class A:\n    def f(self):\n        self._steps = 1\n        return self._steps": [],
-    "def _steps(): ...\n_steps()": [],
-    "x._version, x.__dict__, f'{y}_steps', 'of _steps'": [],
-}
-
-
-def test_private_uses_are_found():
-    for source, found in USES.items():
-        assert private_uses(ast.parse(source), {"_steps"}) == found, source
 
 
 BESIDE = {
@@ -534,19 +398,63 @@ def modules_beside(tree: ast.AST) -> set[str]:
 def test_tests_import_the_modules_that_are_listed():
     listed = {".".join(filter(None, ("hf_l2l", folder, n))) for folder, names in BESIDE.items() for n in names.split()}
     imported = set().union(*(modules_beside(tree_of(file)) for file in TESTS))
-    assert {"not listed": imported - listed, "not imported": listed - imported} == {
-        "not listed": set(),
-        "not imported": set(),
-    }
+    assert (imported - listed, listed - imported) == (set(), set()), "what is not listed, and what is not imported"
     assert all(names.split() == sorted({*names.split()}) for names in BESIDE.values())
 
 
-def test_modules_beside_are_found():
-    for source, found in {
-        "import hf_l2l.eps.masters": {"hf_l2l.eps.masters"},
-        "from hf_l2l.eps import masters": {"hf_l2l.eps.masters"},
-        "def f():\n    from hf_l2l.eps.masters import Master": {"hf_l2l.eps.masters"},
-        "from hf_l2l import compat, attach_l2l, testing": {"hf_l2l.compat"},
-        "from hf_l2l.testing import Costs\nimport torch": set(),
-    }.items():
-        assert modules_beside(ast.parse(source)) == found, source
+# ---- the checks find what they look for
+
+
+def forbidden_to(floor: str) -> Callable[[ast.AST], set[str]]:
+    return lambda tree: forbidden_imports(floor, tree)
+
+
+def uses_of_steps(tree: ast.AST) -> list[str]:
+    return private_uses(tree, {"_steps"})
+
+
+SOURCES: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
+    (data_assignments, {"p.data = q": [1], "p.data += q": [1], "a, p.data = 1, 2": [1], "p.data[0] = q": [1]}),
+    (data_assignments, {"p.data.copy_(q)": [1], "q = p.data": []}),
+    (unsafe_loads, {"torch.load(f)": [1], "torch.load(f, weights_only=False)": [1]}),
+    (unsafe_loads, {"def f():\n    import pickle": [2], "from pickle import loads": [1]}),
+    (unsafe_loads, {"torch.load(f, weights_only=True)": []}),
+    (broad_handlers, {"try:\n    pass\nexcept:\n    pass": [3]}),
+    (broad_handlers, {"try:\n    pass\nexcept Exception as error:\n    raise": [3]}),
+    (broad_handlers, {"try:\n    pass\nexcept (KeyError, BaseException):\n    pass": [3]}),
+    (broad_handlers, {"try:\n    pass\nexcept (KeyError, ValueError):\n    pass": []}),
+    (undocumented, {"class Public: ...\nclass _Private: ...": ["the module", "Public"]}),
+    (undocumented, {'def function(): ...\ndef told():\n    """So."""': ["the module", "function"]}),
+    (modules_of_tests, {"from tests.stash.test_cmp import made": {"tests.stash.test_cmp.made"}}),
+    (modules_of_tests, {"import test_cmp": {"test_cmp"}, "from tests import x": {"tests.x"}}),
+    (modules_of_tests, {"from models import bert\nimport pytest": set()}),
+    (forbidden_to("eps"), {"from hf_l2l.engine.relay import Relay": {"engine"}, "import hf_l2l": {"hf_l2l"}}),
+    (forbidden_to("eps"), {"from hf_l2l import engine, runtime": {"engine"}, "import hf_l2l.hf.trainer": {"hf"}}),
+    (forbidden_to("eps"), {"from hf_l2l.eps.pending import hold": set()}),
+    (forbidden_to("engine"), {"def f():\n    from hf_l2l.hf.attach import attach_l2l": {"hf"}}),
+    (forbidden_to("engine"), {"from hf_l2l.testing import sim_device": {"testing"}}),
+    (forbidden_to("hf"), {"from hf_l2l.hooks import attach_l2l": {"hooks"}}),
+    (forbidden_to("cli"), {"import hf_l2l\nfrom hf_l2l.testing import sim_device": set()}),
+    (forbidden_to("glue"), {"from hf_l2l.demo import demo_files": {"demo"}}),
+    (third_party, {"import os, torch.nn\nfrom transformers.utils import logging": {"torch", "transformers"}}),
+    (uses_of_steps, {"x._steps": ["_steps"], "x._steps = 1": ["_steps"], "x.y._steps()": ["_steps"]}),
+    (uses_of_steps, {"from hf_l2l.eps import _steps": ["_steps"], "with_methods(x, _steps=None)": ["_steps"]}),
+    (uses_of_steps, {"patch.setattr(x, '_steps', None)": ["_steps"]}),
+    (uses_of_steps, {"patch.setattr('hf_l2l.eps.server._steps', None)": ["_steps"]}),
+    (uses_of_steps, {"class A(B):\n    def _steps(self):\n        super()._steps()": ["_steps"]}),
+    (uses_of_steps, {"class A:\n    def f(self):\n        self._steps = 1\n        return self._steps": []}),
+    (uses_of_steps, {"def _steps(): ...\n_steps()": [], "x._version, x.__dict__, f'{y}_steps', 'of _steps'": []}),
+    (modules_beside, {"import hf_l2l.eps.masters": {"hf_l2l.eps.masters"}}),
+    (modules_beside, {"from hf_l2l.eps import masters": {"hf_l2l.eps.masters"}}),
+    (modules_beside, {"def f():\n    from hf_l2l.eps.masters import Master": {"hf_l2l.eps.masters"}}),
+    (modules_beside, {"from hf_l2l import compat, attach_l2l, testing": {"hf_l2l.compat"}}),
+    (modules_beside, {"from hf_l2l.testing import Costs\nimport torch": set()}),
+]
+"""A check, and what it finds in sources."""
+
+
+def test_checks_find():
+    for check, sources in SOURCES:
+        assert {source: check(ast.parse(source)) for source in sources} == sources
+    assert OUTSIDE.findall("open('/wor" + "k/file')") and OUTSIDE.findall("see ../shar" + "ed/file")
+    assert not OUTSIDE.findall("the /workers") and not OUTSIDE.findall("a/work/")

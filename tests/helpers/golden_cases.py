@@ -1,14 +1,17 @@
 """The runs of a golden recording, and the one table in which their options are spelled.
 
 A case speaks of options by terms of its own, so that it means the same before and after an option gets another name:
-only `OPTIONS`, `VALUES` and `NAMES` change then, and recordings of earlier commits stay comparable.
+only its line in `OPTIONS` changes then, and recordings of earlier commits stay comparable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
+
+from hf_l2l.option_names import argument
 
 OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "micro-batch": ("ubatch_size", "ubatch_size"),
@@ -48,13 +51,9 @@ OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "noise": (None, "l2l_noise_scale"),
     "noise every": (None, "l2l_noise_scale_every"),
 }
-"""Term -> what `L2LConfig` and the Trainer's arguments call the option; None where it is none of theirs. A dot leads
-into a dict: "placement.boundary" is `placement={"boundary": ...}`."""
+"""Term -> what `L2LConfig` and the Trainer's arguments call the option; None where it is none of theirs."""
 
-VALUES: dict[str, dict[Any, Any]] = {}
-"""Term -> its value in a case -> today's value, where that is another one."""
-
-NOT_RECORDED = {
+_NOT_RECORDED = {
     "num_threads": "bits do not depend on it, and a recording has one thread",
     "check_recompute": "it compares, and changes no bits",
     "rank_timeout": "no rank fails here",
@@ -62,20 +61,12 @@ NOT_RECORDED = {
     "loss_scale_growth": "a factor like that of the backoff, which overflows show",
     "loss_scale_backoff": "its default is used in each case that overflows",
     "layer_classes": "it names layers that these models are found to have",
-    "l2l_num_threads": "as above",
-    "l2l_check_recompute": "as above",
-    "l2l_rank_timeout": "as above",
-    "l2l_trace": "as above",
+}
+NOT_RECORDED = {name: why for of, why in _NOT_RECORDED.items() for name in (of, argument(of))} | {
     "l2l_realtime_errors": "no disk fails here",
-    "l2l_loss_scale_growth": "as above",
-    "l2l_loss_scale_backoff": "as above",
-    "l2l_layer_classes": "as above",
     "l2l_log_times": "times are not recorded",
 }
 """Options that no case sets, each with the reason."""
-
-NAMES: dict[str, str] = {}
-"""Today's name -> the recorded one, where they differ: of memory in `eps.memory_report()`, and of files."""
 
 FIELDS: dict[str, dict[str, str]] = {
     "trainer_state.json": {
@@ -124,30 +115,16 @@ LOGS = {
 
 def options_of(terms: Mapping[str, Any], *, of_trainer: bool = False) -> dict[str, Any]:
     """The keyword arguments of `L2LConfig`, or of the Trainer's arguments, that `terms` mean today."""
-    found: dict[str, Any] = {}
-    for term, value in terms.items():
-        name = OPTIONS[term][of_trainer]
-        assert name is not None, f"{term!r} is no option {'of the Trainer' if of_trainer else 'of L2LConfig'}"
-        *path, last = name.split(".")
-        inside = found
-        for part in path:
-            inside = inside.setdefault(part, {})
-        inside[last] = VALUES[term].get(value, value) if term in VALUES else value
-    return found
+    names = {term: OPTIONS[term][of_trainer] for term in terms}
+    assert None not in names.values(), f"not all options of {'the Trainer' if of_trainer else 'L2LConfig'}: {names}"
+    return {str(names[term]): value for term, value in terms.items()}
 
 
 def terms_of(options: Any, *, of_trainer: bool) -> dict[str, Any]:
     """Term -> value of what `options`, a dict or an object, say of the options that the table has."""
-    found = {}
-    for term, names in OPTIONS.items():
-        name = names[of_trainer]
-        value = options
-        for part in name.split(".") if name is not None else ():
-            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
-        if name is not None and value is not None:
-            meant = {str(now): then for then, now in VALUES.get(term, {}).items()}
-            found[term] = meant.get(str(value), value)
-    return found
+    has = options if isinstance(options, Mapping) else vars(options)
+    found = {term: has.get(names[of_trainer]) for term, names in OPTIONS.items()}
+    return {term: value for term, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -214,29 +191,20 @@ def quick(of: list[Case]) -> list[Case]:
 
 
 def _everywhere(where: str) -> Iterator[Case]:
-    for model in ("llama", "bert", "t5"):
-        for update in ("deferred", "serial", "eager"):
-            for rows in (3, None):
-                options = {"update": update, "micro-batch": rows}
-                yield Case(where, "update modes", model, options, clips=update != "eager")
+    for model, update, rows in product(("llama", "bert", "t5"), ("deferred", "serial", "eager"), (3, None)):
+        yield Case(where, "update modes", model, {"update": update, "micro-batch": rows}, clips=update != "eager")
 
     yield Case(where, "precision", "llama", {"precision": "bf16", "update": "deferred", "micro-batch": 4})
     yield Case(where, "precision", "llama", {"precision": "bf16", "update": "eager"}, clips=False)
-    for update in ("deferred", "serial"):
-        for precision in ("bf16", "fp16"):
-            for stash in ("host", "device"):
-                options = {"update": update, "precision": precision, "stash": stash, "micro-batch": 4}
-                yield Case(where, "precision", "bert", options)
+    for update, precision, stash in product(("deferred", "serial"), ("bf16", "fp16"), ("host", "device")):
+        options = {"update": update, "precision": precision, "stash": stash, "micro-batch": 4}
+        yield Case(where, "precision", "bert", options)
 
-    for state in (
-        {"gradients": "16bit"},
-        {"moments": "bf16"},
-        {"gradients": "16bit", "moments": "bf16"},
-        {"copies": "per_sweep"},
-        {"gradients": "16bit", "moments": "bf16", "copies": "per_sweep"},
-    ):
+    small = {"gradients": "16bit", "moments": "bf16"}
+    per_sweep = {"copies": "per_sweep"}
+    for state in ({"gradients": "16bit"}, {"moments": "bf16"}, small, per_sweep, {**small, **per_sweep}):
         yield Case(where, "host state", "bert", {"precision": "bf16", "update": "deferred", **state})
-    yield Case(where, "host state", "bert", {"gradients": "16bit", "moments": "bf16", "update": "serial"})
+    yield Case(where, "host state", "bert", {**small, "update": "serial"})
 
     overflowing = {"precision": "fp16", "first loss scale": 2.0**26, "loss scale interval": 1}
     for update in ("deferred", "serial"):
@@ -248,21 +216,19 @@ def _everywhere(where: str) -> Iterator[Case]:
         yield Case(where, "optimizers", "llama", {"update": "deferred"}, optimizer=optimizer, groups=True)
     yield Case(where, "optimizers", "llama", {"update": "deferred"}, optimizer="fused AdamW", groups=True, clips=False)
     yield Case(where, "optimizers", "llama", {"update": "serial"}, optimizer="LAMB", groups=True, clips=False)
-    for state in ({}, {"gradients": "16bit"}, {"gradients": "16bit", "moments": "bf16"}):
-        for clips in (True, False):
-            options = {"precision": "bf16", "update": "deferred", **state}
-            for optimizer in ("fused AdamW", "SGD") if not state else ("fused AdamW",):
-                yield Case(where, "16-bit optimizers", "bert", options, optimizer=optimizer, groups=True, clips=clips)
+    for state, clips in product(({}, {"gradients": "16bit"}, small), (True, False)):
+        options = {"precision": "bf16", "update": "deferred", **state}
+        for optimizer in ("fused AdamW",) if state else ("fused AdamW", "SGD"):
+            yield Case(where, "16-bit optimizers", "bert", options, optimizer=optimizer, groups=True, clips=clips)
     fused_overflow = {**overflowing, "update": "deferred"}
     yield Case(where, "16-bit optimizers", "bert", fused_overflow, optimizer="fused AdamW", steps=12)
 
     for stash in ("disk", "host", "auto"):
         yield Case(where, "stash", "llama", {"stash": stash, "micro-batch": 4, "update": "deferred"})
         yield Case(where, "stash", "bert", {"stash": stash, "micro-batch": 2, "update": "deferred"})
-    for update in ("deferred", "serial"):
-        for precision in (None, "bf16"):
-            options = {"state": "disk", "state window": 3, "update": update, "precision": precision}
-            yield Case(where, "state on disk", "deep", options, optimizer="fused AdamW")
+    for update, precision in product(("deferred", "serial"), (None, "bf16")):
+        options = {"state": "disk", "state window": 3, "update": update, "precision": precision}
+        yield Case(where, "state on disk", "deep", options, optimizer="fused AdamW")
     yield Case(where, "state on disk", "deep", {"state": "disk", "update": "eager"}, clips=False)
 
     yield Case(where, "adapters", "adapted", {"update": "deferred", "micro-batch": 4})
@@ -299,24 +265,22 @@ def _on_a_device() -> Iterator[Case]:
     ):
         yield Case("sim", "kept on the device", "bert", {"update": "deferred", **options})
 
-    for stash in ("host", "disk"):
-        for model in ("llama", "bert", "t5"):
-            options = {"boundary": "host", "stash": stash, "micro-batch": 3, "update": "deferred"}
-            yield Case("sim", "boundary on the host", model, options)
+    for stash, model in product(("host", "disk"), ("llama", "bert", "t5")):
+        options = {"boundary": "host", "stash": stash, "micro-batch": 3, "update": "deferred"}
+        yield Case("sim", "boundary on the host", model, options)
 
-    for model in ("llama", "untied llama"):  # 320 tokens: three chunks
-        for options in ({}, {"precision": "bf16"}, {"chunked loss": "off"}):
-            settings = {"update": "deferred", "stash": "host", "micro-batch": 4, **options}
-            yield Case("sim", "chunked loss", model, settings, tokens=40, steps=2)
+    several = ({}, {"precision": "bf16"}, {"chunked loss": "off"})
+    for model, more in product(("llama", "untied llama"), several):  # 320 tokens: three chunks
+        options = {"update": "deferred", "stash": "host", "micro-batch": 4, **more}
+        yield Case("sim", "chunked loss", model, options, tokens=40, steps=2)
 
 
 def _on_devices() -> Iterator[Case]:
-    for model in ("llama", "bert"):
-        for count in (2, 3):
-            for options in ({"micro-batch": 4}, {"precision": "bf16", "stash": "host", "micro-batch": 2}):
-                yield Case("sim", "several devices", model, {"devices": count, "update": "deferred", **options})
-    for options in ({"head": "first"}, {"head": "auto"}):
-        settings = {"devices": 2, "micro-batch": 4, "update": "deferred", **options}
+    both = ({"micro-batch": 4}, {"precision": "bf16", "stash": "host", "micro-batch": 2})
+    for model, count, options in product(("llama", "bert"), (2, 3), both):
+        yield Case("sim", "several devices", model, {"devices": count, "update": "deferred", **options})
+    for head in ("first", "auto"):
+        settings = {"devices": 2, "micro-batch": 4, "update": "deferred", "head": head}
         yield Case("sim", "several devices", "untied llama", settings, tokens=40, steps=2)
     residents = {"devices": 2, "resident": "shell", "resident layers": 1, "micro-batch": 4}
     yield Case("sim", "several devices", "llama", residents, optimizer="fused AdamW")

@@ -32,22 +32,23 @@ import transformers as hf
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import distributed, nn
 
-from golden_cases import FIELDS, LOGS, NAMES, Case, options_of, terms_of
+import models
+import runs
+from golden_cases import FIELDS, LOGS, Case, options_of, terms_of
 from hf_l2l import (
     L2LConfig,
     L2LTrainer,
     L2LTrainingArguments,
-    Lamb,
     attach_l2l,
     detach_l2l,
     make_l2l_arguments,
     make_l2l_trainer,
 )
+from models import ROWS, VOCAB
+from training import arguments
 
 Record = dict[str, Any]
 """Section -> what was computed."""
-ROWS, VOCAB = 8, 60
-SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCAB}
 
 
 def after_backward(model: nn.Module, eps: Any, step: int) -> None:
@@ -57,24 +58,8 @@ def after_backward(model: nn.Module, eps: Any, step: int) -> None:
 # ---- models
 
 
-def bert() -> nn.Module:
-    """With dropout, so that forward and recompute have to draw the same numbers."""
-    return hf.BertForSequenceClassification(hf.BertConfig(**SMALL, num_hidden_layers=3, max_position_embeddings=16))
-
-
 def llama(layers: int = 3, *, tied: bool = True) -> Any:
-    sizes = {**SMALL, "num_hidden_layers": layers, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, tie_word_embeddings=tied))
-
-
-def t5() -> nn.Module:
-    sizes = {"d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8, "vocab_size": VOCAB}
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
-
-
-def albert() -> nn.Module:
-    """One layer that is called three times."""
-    return hf.AlbertForSequenceClassification(hf.AlbertConfig(**SMALL, num_hidden_layers=3, embedding_size=8))
+    return models.llama(num_hidden_layers=layers, max_position_embeddings=64, tie_word_embeddings=tied)
 
 
 class Adapted(nn.Module):
@@ -100,24 +85,22 @@ def adapted(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert": bert,
+    # With dropout, so that forward and recompute have to draw the same numbers.
+    "bert": lambda: models.bert(0.1, num_hidden_layers=3, max_position_embeddings=16),
     "deep": lambda: llama(6),
     "llama": llama,
     "untied llama": lambda: llama(tied=False),
-    "t5": t5,
-    "albert": albert,
+    "t5": lambda: models.t5(dropout=0.1),
+    "albert": lambda: models.albert(3),
     "adapted": adapted,
     "adapted 16-bit base": lambda: adapted(torch.bfloat16),
 }
 CLASSIFIERS = ("bert", "albert")
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = runs.OPTIMIZERS | {
     "fused AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True),
     "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-3, weight_decay=0.01),
     "fused Adam": lambda groups: torch.optim.Adam(groups, lr=1e-3, weight_decay=0.01, fused=True),
-    "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
-    "LAMB": lambda groups: Lamb(groups, lr=1e-2),
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
 }
 
@@ -162,62 +145,51 @@ def seed() -> None:
         torch.sim.manual_seed_all(0)
 
 
-class Copies:
-    """Counts what is copied to and from the simulated accelerator."""
+@contextlib.contextmanager
+def counted_copies() -> Iterator[dict[str, int]]:
+    """Inside, what is copied to and from the simulated accelerator is counted."""
+    from hf_l2l.testing import sim_copies
 
-    def __init__(self) -> None:
-        self.found = {"up": 0, "down": 0, "up bytes": 0, "down bytes": 0}
-        self._lock = threading.Lock()  # updates download and upload in threads of their own
+    copy, found = sim_copies.copy, {"up": 0, "down": 0, "up bytes": 0, "down bytes": 0}
+    lock = threading.Lock()  # updates download and upload in threads of their own
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count in the block."""
-        from hf_l2l.testing import sim_copies
+    def counted(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        if (source.device.type == "cpu") != (target.device.type == "cpu"):
+            way = "up" if source.device.type == "cpu" else "down"
+            with lock:
+                found[way] += 1
+                found[f"{way} bytes"] += source.nbytes
+        copy(source, target, *rest)
 
-        copy = sim_copies.copy
-
-        def counted(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
-            if (source.device.type == "cpu") != (target.device.type == "cpu"):
-                way = "up" if source.device.type == "cpu" else "down"
-                with self._lock:
-                    self.found[way] += 1
-                    self.found[f"{way} bytes"] += source.nbytes
-            copy(source, target, *rest)
-
-        with mock.patch.object(sim_copies, "copy", counted):
-            yield
+    with mock.patch.object(sim_copies, "copy", counted):
+        yield found
 
 
 NOT_OF_THE_CASE = ("total", "simulated device", "Python, libraries and other", "optimizer transients")
 """Names of host memory that depend on the process, or on which threads run at once."""
 
 
-def bytes_of(case: Case, eps: Any) -> dict[str, int]:
-    """Peaks of memory by tier and name."""
-    found: dict[str, int] = {}
-    for tier, names in eps.memory_report().items():
-        for name, size in names.items():
-            if size["peak"] and tier != "of which" and not (tier == "host" and name in NOT_OF_THE_CASE):
-                key = f"{tier}, {NAMES.get(name, name)}"
-                found[key] = found.get(key, 0) + size["peak"]  # several names may be recorded as one
-    for index in range(torch.sim.device_count() if case.where == "sim" else 0):
-        found[f"counted on sim:{index}"] = torch.accelerator.max_memory_allocated(index)
-    return found
-
-
 @contextlib.contextmanager
 def observed(case: Case, record: Record, eps_of: Callable[[], Any]) -> Iterator[None]:
-    """Keep bytes and, on the simulated accelerator, copies of the block."""
-    copies, is_sim = Copies(), "sim" in case.where
-    for index in range(torch.sim.device_count() if is_sim else 0):
+    """Keep peaks of memory by tier and name and, on the simulated accelerator, copies of the block."""
+    is_sim = "sim" in case.where
+    devices = range(torch.sim.device_count() if is_sim else 0)
+    for index in devices:
         torch.accelerator.reset_peak_memory_stats(index)
-    with copies.counting() if is_sim else contextlib.nullcontext():
+    with counted_copies() if is_sim else contextlib.nullcontext() as copies:
         yield
     if is_sim:
-        record["copies"] = copies.found
+        record["copies"] = copies
     # Of other ranks, and of eager updates, it is the threads that decide what is there at the same time.
     if "ranks" not in case.where and case.options.get("update") != "eager":
-        record["bytes"] = bytes_of(case, eps_of())
+        record["bytes"] = {
+            f"{tier}, {name}": size["peak"]
+            for tier, names in eps_of().memory_report().items()
+            for name, size in names.items()
+            if size["peak"] and tier != "of which" and not (tier == "host" and name in NOT_OF_THE_CASE)
+        }
+        for index in devices:
+            record["bytes"][f"counted on sim:{index}"] = torch.accelerator.max_memory_allocated(index)
 
 
 def rank() -> int:
@@ -233,10 +205,10 @@ def loop(case: Case, folder: Path) -> Record:
     options = dict(case.options)
     device = torch.device("sim", rank()) if "sim" in case.where else torch.device("cpu")
     count = options.pop("devices", None)
-    devices = {"devices": device if count is None else tuple(f"sim:{index}" for index in range(count))}
-    folders = {"stash folder": folder} if options.get("stash") in ("disk", "auto") else {}
-    folders |= {"state folder": folder} if options.get("state") == "disk" else {}
-    config = L2LConfig(**options_of({**options, **devices, **folders}))
+    where = {"devices": device if count is None else tuple(f"sim:{index}" for index in range(count))}
+    where |= {"stash folder": folder} if options.get("stash") in ("disk", "auto") else {}
+    where |= {"state folder": folder} if options.get("state") == "disk" else {}
+    config = L2LConfig(**options_of({**options, **where}))
     has = terms_of(config, of_trainer=False)
     record: Record = {"options": {term: str(has.get(term)) for term in options}, "bits": []}
     eps = attach_l2l(model, config)
@@ -297,12 +269,14 @@ def step_of(case: Case, step: int, model: Any, eps: Any, optimizer: Any, folder:
     if case.uses == "evaluation":
         with torch.no_grad():
             found["evaluation"] = model.eval()(**batch_of(case, 500, rank())).loss.item().hex()
-        model.train()
     if case.uses == "generation":
-        prompt = batch_of(case, 500, rank())["input_ids"]
-        found["generation"] = digest(model.eval().generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0))
-        model.train()
+        found["generation"] = generated(model.eval(), batch_of(case, 500, rank())["input_ids"])
+    model.train()
     return found
+
+
+def generated(model: Any, prompt: torch.Tensor) -> str:
+    return digest(model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0))
 
 
 # ---- the Trainer
@@ -320,49 +294,35 @@ def data_of(case: Case, count: int = 24) -> list[dict[str, Any]]:
 
 def trainer_of(case: Case, folder: Path) -> Any:
     """A trainer that saves after every second step, evaluates if the case says when, and logs each step."""
-    terms = dict(case.options)
+    terms = {"budget": "off", **case.options}
     for term in ("state", "stash"):
         if terms.get(term) == "disk":
             terms[f"{term} folder"] = str(folder.parent)
     if "real-time folder" in terms:
         terms["real-time folder"] = str(folder.with_name(f"{folder.name}-{terms['real-time folder']}"))
-    terms = {"budget": "off", **terms}
-    arguments = {
-        "output_dir": str(folder),
+    options = {
         "per_device_train_batch_size": ROWS // (2 if distributed.is_initialized() else 1),
-        "per_device_eval_batch_size": ROWS,
-        "max_steps": 4,
+        "save_strategy": "steps",
         "save_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
         "max_grad_norm": 0.1,
         "eval_strategy": "steps" if "eval_steps" in case.arguments else "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
         "use_cpu": "cpu" in case.where,
         **case.arguments,
         **options_of(terms, of_trainer=True),
     }
     kind: Any = L2LTrainer
+    makes: Any = L2LTrainingArguments
+    counts = None
     if case.trainer == "Seq2SeqTrainer":
-        kind = make_l2l_trainer(hf.Seq2SeqTrainer)
-        args = SEQ2SEQ_ARGUMENTS(**arguments, predict_with_generate=True)
-    else:
-        args = L2LTrainingArguments(**arguments)
+        kind, makes = make_l2l_trainer(hf.Seq2SeqTrainer), SEQ2SEQ_ARGUMENTS
+        options["predict_with_generate"] = True
 
-    def metrics(predicted: Any) -> dict[str, float]:
-        tokens = predicted.predictions
-        return {"tokens": float(numpy.where(tokens >= 0, tokens, 0).sum())}
+        def counts(predicted: Any) -> dict[str, float]:
+            tokens = predicted.predictions
+            return {"tokens": float(numpy.where(tokens >= 0, tokens, 0).sum())}
 
-    counts = metrics if case.trainer == "Seq2SeqTrainer" else None
-    return kind(
-        model=MODELS[case.model](),
-        args=args,
-        train_dataset=data_of(case),
-        eval_dataset=data_of(case, 10),
-        compute_metrics=counts,
-    )
+    data = {"train_dataset": data_of(case), "eval_dataset": data_of(case, 10)}
+    return kind(model=MODELS[case.model](), args=arguments(makes, folder, **options), compute_metrics=counts, **data)
 
 
 def trainer(case: Case, folder: Path) -> Record:
@@ -372,36 +332,36 @@ def trainer(case: Case, folder: Path) -> Record:
     made = trainer_of(case, whole)
     with observed(case, record, lambda: made.eps):
         made.train()
-    record["logs"] += logged(made.state.log_history, "whole")
-    record["bits"].append(results(case, made))
+    keep_results(record, case, made, "whole")
     if rank() == 0:
         record["files"] = files_of(folder, case)
-    first = whole / "checkpoint-2"
     if "save_total_limit" not in case.arguments:
         seed()
         resumed = trainer_of(case, folder / "resumed")
-        resumed.train(resume_from_checkpoint=str(first))
-        record["logs"] += logged(resumed.state.log_history, "resumed")
-        record["bits"].append(results(case, resumed))
+        resumed.train(resume_from_checkpoint=str(whole / "checkpoint-2"))
+        keep_results(record, case, resumed, "resumed")
     return record
 
 
-def results(case: Case, made: Any) -> dict[str, Any]:
+def keep_results(record: Record, case: Case, made: Any, run: str) -> None:
     """What training left behind, and what the trained model says."""
+    record["logs"] += logged(made.state.log_history, run)
     found = {"weights": digest(made.model.state_dict()), "state": digest(made.optimizer.state_dict()["state"])}
     found["evaluation"] = made.evaluate()["eval_loss"].hex()
-    if isinstance(made.model, hf.LlamaForCausalLM) and case.model == "llama":
+    if case.model == "llama":
         prompt = torch.stack([row["input_ids"] for row in data_of(case, 3)]).to(made.args.device)
-        found["generation"] = digest(made.model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0))
+        found["generation"] = generated(made.model, prompt)
     detach_l2l(made.model)
-    found["detached"] = digest(made.model.state_dict())
-    return found
+    record["bits"].append({**found, "detached": digest(made.model.state_dict())})
 
 
 def logged(history: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
     """What the logs say, without what was measured of the machine."""
-    entries = [{name: shown(entry[key]) for name, key in LOGS.items() if key in entry} for entry in history]
-    return [{"run": run, **entry} for entry in entries]
+    return [{"run": run, **of_log(entry)} for entry in history]
+
+
+def of_log(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: shown(entry[key]) for name, key in LOGS.items() if key in entry}
 
 
 # ---- run_glue_l2l.py
@@ -416,26 +376,18 @@ def script(case: Case, folder: Path) -> Record:
     options = options_of({"budget": "off", **case.options}, of_trainer=True)
     options |= {"use_cpu": True if case.where == "cpu" else None, "max_steps": 4, "save_strategy": "steps"}
     options |= {"save_steps": 2, "logging_steps": 1, "gradient_accumulation_steps": 2, "task_name": None, **data}
-    record: Record = {}
     run_glue_l2l.main(command(make_tiny_model(str(folder / "model")), folder, **options))
     state = json.loads((folder / "out" / "trainer_state.json").read_text())
-    record["logs"] = logged(state["log_history"], "whole")
-    record["files"] = files_of(folder / "out", case)
-    return record
+    return {"logs": logged(state["log_history"], "whole"), "files": files_of(folder / "out", case)}
 
 
 # ---- files
 
 
 def files_of(folder: Path, case: Case) -> dict[str, Any]:
-    """Each file of a folder, by its recorded name -> what must stay of it: entry -> digest or number."""
-    found: dict[str, Any] = {}
-    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
-        path = str(file.relative_to(folder))
-        name = NAMES.get(path, path)
-        assert name not in found, f"two files are recorded as {name}"
-        found[name] = content(file, case)
-    return found
+    """Each file of a folder -> what must stay of it: entry -> digest or number."""
+    files = sorted(each for each in folder.rglob("*") if each.is_file())
+    return {str(file.relative_to(folder)): content(file, case) for file in files}
 
 
 def content(file: Path, case: Case) -> dict[str, Any]:
@@ -446,16 +398,12 @@ def content(file: Path, case: Case) -> dict[str, Any]:
         return {"tensors": digest(dict(sorted(safetensors.torch.load_file(file).items())))}
     if file.suffix in (".pt", ".pth", ".bin"):
         found = load(file)
-        return (
-            {str(name): shown(value) for name, value in found.items()}
-            if isinstance(found, dict)
-            else {"": digest(found)}
-        )
-    if file.name.endswith("_results.json"):
-        found = json.loads(file.read_text())
-        return {name: shown(found[key]) for name, key in LOGS.items() if key in found}
+        is_dict = isinstance(found, dict)
+        return {str(name): shown(value) for name, value in found.items()} if is_dict else {"": digest(found)}
     if file.suffix == ".json":
         found = json.loads(file.read_text())
+        if file.name.endswith("_results.json"):
+            return of_log(found)
         return {"": digest({name: found[name] for name in sorted(found) if name not in NEVER_EQUAL})}
     # A model card, a picture and what was measured have folders and times.
     is_of_the_run = file.suffix in (".md", ".png", ".jsonl")
@@ -496,7 +444,7 @@ def fields_of(file: Path, case: Case) -> dict[str, Any]:
         if name == "logs":
             value = digest(logged(value, ""))
         elif name == "files":
-            value = ", ".join(sorted(NAMES.get(each, each) for each in value))
+            value = ", ".join(sorted(value))
         elif name in ("options", "asked"):
             terms = terms_of(value, of_trainer=file.suffix == ".bin")
             is_set = {**terms} if file.name == "l2l_plan.json" and name == "options" else case.options
@@ -506,9 +454,6 @@ def fields_of(file: Path, case: Case) -> dict[str, Any]:
 
 
 # ---- all of it
-
-
-RUNS: dict[str, Callable[[Case, Path], Record]] = {"loop": loop, "trainer": trainer, "script": script}
 
 
 def run(case: Case, folder: Path) -> Record:
@@ -522,7 +467,7 @@ def run(case: Case, folder: Path) -> Record:
     seed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        record = RUNS[case.run](case, folder)
+        record = {"loop": loop, "trainer": trainer, "script": script}[case.run](case, folder)
     if not distributed.is_initialized():
         PartialState._reset_state()
     return {"keeps": sorted(record), **record}

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 HAS_PROC = Path("/proc/self/fd").is_dir()
-
-
 STALL_LOG = "hf_l2l stall log"
 """A thread that comes with a long wait, and ends some seconds after it."""
 
@@ -86,13 +84,8 @@ def resident_bytes() -> int:
 def counts() -> dict[str, Any]:
     """All that must not grow."""
     tensors = live_tensors()  # first: it collects garbage
-    return {
-        "threads": threads(),
-        "files": files(),
-        "children": children(),
-        "tensors": tensors,
-        "storages": live_storages(),
-    }
+    processes = {"threads": threads(), "files": files(), "children": children()}
+    return {**processes, "tensors": tensors, "storages": live_storages()}
 
 
 def assert_flat(found: list[dict[str, Any]]) -> None:

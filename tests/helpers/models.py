@@ -24,27 +24,33 @@ SMALL = {
 }
 
 
+WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
 def bert(dropout: float = 0.0, **more: Any) -> nn.Module:
     config = hf.BertConfig(**{**SMALL, **more}, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     return hf.BertForSequenceClassification(config)
 
 
 def roberta() -> nn.Module:
-    config = hf.RobertaConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1)
-    return hf.RobertaForSequenceClassification(config)
+    return hf.RobertaForSequenceClassification(hf.RobertaConfig(**SMALL, **WITHOUT_DROPOUT, pad_token_id=1))
 
 
 def electra() -> nn.Module:
-    config = hf.ElectraConfig(**SMALL, embedding_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return hf.ElectraForSequenceClassification(config)
+    return hf.ElectraForSequenceClassification(hf.ElectraConfig(**SMALL, **WITHOUT_DROPOUT, embedding_size=8))
+
+
+def albert(layers: int = 2) -> nn.Module:
+    """One layer that is called so often."""
+    sizes = {**SMALL, "num_hidden_layers": layers, "embedding_size": 8}
+    return hf.AlbertForSequenceClassification(hf.AlbertConfig(**sizes))
 
 
 def deberta_v2() -> nn.Module:
     """The relative embeddings have 2 x 4 rows: as many as the batch."""
     config = hf.DebertaV2Config(
         **SMALL,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **WITHOUT_DROPOUT,
         pooler_dropout=0.0,
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],
@@ -58,42 +64,23 @@ def deberta_v2() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = hf.GPT2Config(
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=32,
-        vocab_size=VOCAB,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return hf.GPT2LMHeadModel(config)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": VOCAB}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
 def llama(**more: Any) -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, max_position_embeddings=32, **more))
+    sizes = {**SMALL, "num_key_value_heads": 1, "max_position_embeddings": 32, **more}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
 
 
-def t5() -> nn.Module:
-    config = hf.T5Config(
-        d_model=16,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        d_kv=8,
-        vocab_size=VOCAB,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return hf.T5ForConditionalGeneration(config)
+def t5(dropout: float = 0.0) -> nn.Module:
+    sizes = {"d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8, "vocab_size": VOCAB}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0))
 
 
 def vit() -> nn.Module:
-    sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
-    config = hf.ViTConfig(
-        **sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2
-    )
+    sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
+    config = hf.ViTConfig(**sizes, **WITHOUT_DROPOUT, image_size=8, patch_size=4, num_labels=2)
     return hf.ViTForImageClassification(config)
 
 
@@ -155,14 +142,7 @@ class Toy(nn.Module):
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "bert": bert,
-    "roberta": roberta,
-    "electra": electra,
-    "deberta_v2": deberta_v2,
-    "gpt2": gpt2,
-    "llama": llama,
-    "t5": t5,
-    "vit": vit,
+    each.__name__: each for each in (bert, roberta, electra, deberta_v2, gpt2, llama, t5, vit)
 }
 
 

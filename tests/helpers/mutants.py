@@ -28,8 +28,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -136,32 +138,25 @@ def _defects(node: ast.AST) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.BinOp) and type(node.op) in FACTORS and not _is_text(node):
         yield "factor wrong", f"({ast.unparse(ast.BinOp(node.left, FACTORS[type(node.op)](), node.right))})"
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-        inside = node.slice
+        inside, other_slice = node.slice, None
         if isinstance(inside, ast.Constant) and isinstance(inside.value, int):
-            other_place = ast.Subscript(node.value, ast.Constant(inside.value + 1), ast.Load())
-            yield "index off by one", ast.unparse(other_place)
+            other_slice = ast.Constant(inside.value + 1)
         if isinstance(inside, ast.Slice) and isinstance(inside.upper, ast.expr):
             upper = ast.BinOp(inside.upper, ast.Sub(), ast.Constant(1))
-            yield (
-                "index off by one",
-                ast.unparse(ast.Subscript(node.value, ast.Slice(inside.lower, upper, inside.step), ast.Load())),
-            )
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "range"
-        and len(node.args) == 1
-    ):
+            other_slice = ast.Slice(inside.lower, upper, inside.step)
+        if other_slice is not None:
+            yield "index off by one", ast.unparse(ast.Subscript(node.value, other_slice, ast.Load()))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and len(node.args) == 1:
         yield "index off by one", f"range({ast.unparse(node.args[0])} - 1)"
 
 
 def _is_text(node: ast.BinOp) -> bool:
     """Whether it may join texts, lists or paths."""
-    if isinstance(node.op, ast.Div) and re.search(r"path|folder|dir|name|file|root", ast.unparse(node), re.IGNORECASE):
-        return True
-    parts = (node.left, node.right)
-    return any(isinstance(each, ast.JoinedStr | ast.List | ast.Tuple) for each in parts) or any(
-        isinstance(each, ast.Constant) and not isinstance(each.value, int | float) for each in parts
+    is_path = r"path|folder|dir|name|file|root"
+    return (isinstance(node.op, ast.Div) and re.search(is_path, ast.unparse(node), re.IGNORECASE) is not None) or any(
+        isinstance(each, ast.JoinedStr | ast.List | ast.Tuple)
+        or (isinstance(each, ast.Constant) and not isinstance(each.value, int | float))
+        for each in (node.left, node.right)
     )
 
 
@@ -197,28 +192,26 @@ def listed() -> list[Mutant]:
 def reached(runs: Path) -> dict[str, list[str]]:
     """The tests that reach the lines of each mutant, after their device; a device alone where a process that they
     started does."""
-    found: dict[str, set[str]] = {each.name: set() for each in listed()}
-    of_file: dict[str, set[str]] = {each.file: set() for each in listed()}
+    mutants = listed()
+    found: dict[str, set[str]] = {each.name: set() for each in mutants}
+    of_file: dict[str, set[str]] = {each.file: set() for each in mutants}
     for coverage in runs.glob("*.coverage"):
-        device = coverage.stem
         with sqlite3.connect(coverage) as data:
-            contexts = dict(data.execute("select id, context from context"))
-            for file in sorted({each.file for each in listed()}):
-                for [path] in data.execute("select id from file where path like ?", (f"%/{file}",)).fetchall():
-                    arcs = data.execute("select context_id, fromno, tono from arc where file_id = ?", (path,))
-                    by_line: dict[int, set[int]] = {}
-                    for context, *lines in arcs:
-                        for line in lines:
-                            by_line.setdefault(line, set()).add(context)
-                    names = {contexts[id_].partition("|")[0] for ids in by_line.values() for id_ in ids}
-                    of_file[file] |= {f"{device} {name}" for name in names if device == "sim" and name}
-                    for each in (each for each in listed() if each.file == file):
-                        for line in range(each.line, each.end_line + 1):
-                            found[each.name] |= {
-                                f"{device} {contexts[id_].partition('|')[0]}" for id_ in by_line.get(line, ())
-                            }
+            for file in of_file:
+                by_line: dict[int, set[str]] = {}
+                for name, *lines in data.execute(_ARCS, (f"%/{file}",)):
+                    for line in lines:
+                        by_line.setdefault(line, set()).add(f"{coverage.stem} {name.partition('|')[0]}")
+                if coverage.stem == "sim":
+                    of_file[file] |= set().union(*by_line.values()) - {"sim "}
+                for each in (each for each in mutants if each.file == file):
+                    found[each.name].update(*(by_line.get(line, ()) for line in range(each.line, each.end_line + 1)))
     # Threads that autograd makes for a device are not traced: where nothing was, it may be they that come by.
-    return {each.name: sorted(found[each.name] or {*of_file[each.file], "sim "}) for each in listed()}
+    return {each.name: sorted(found[each.name] or {*of_file[each.file], "sim "}) for each in mutants}
+
+
+_ARCS = """select context, fromno, tono from arc join context on context.id = context_id join file on file.id = file_id
+    where path like ?"""
 
 
 def seconds_of(runs: Path) -> dict[str, float]:
@@ -252,17 +245,14 @@ def run_one(
         order += [f"cpu {each}" for each in (*STARTED, f"tests/{package}") if (checkout / each).exists()]
     takes = FIRST
     while order and time.monotonic() - begun < most:
-        some, expected = [], 0.0
         device = order[0].partition(" ")[0]
-        for each in order:
-            if expected >= takes:
-                break
-            if each.startswith(f"{device} "):
-                some.append(each)
-                expected += seconds.get(each, 60.0) + 0.02
+        there = [each for each in order if each.startswith(f"{device} ")]
+        costs = [0.0, *accumulate(seconds.get(each, 60.0) + 0.02 for each in there)]
+        some = [each for each, before in zip(there, costs, strict=False) if before < takes]
+        limit = SLOWEST + 4 * costs[len(some)]
         try:
             file.write_text(mutant.applied(whole), encoding="utf-8")
-            found = _first_failure(device, some, checkout, SLOWEST + 4 * expected)
+            found = _first_failure(device, some, checkout, limit)
         finally:
             file.write_text(whole, encoding="utf-8")
         if found in order and _first_failure(device, [found], checkout, SLOWEST) is not None:
@@ -271,11 +261,13 @@ def run_one(
         if found is not None and "::" not in found and found != ENDLESS:  # nothing was said of a test
             assert _first_failure(device, some[:1], checkout, SLOWEST) is None, "pytest itself ends with an error"
         ran, takes = ran + len(some), 4 * takes
+        order = [each for each in order if each not in some]
         if found is not None:
-            return {"found": True, "by": found, "ran": ran, "seconds": round(time.monotonic() - begun)}
-        taken = set(some)
-        order = [each for each in order if each not in taken]
-    return {"found": None if order else False, "by": None, "ran": ran, "seconds": round(time.monotonic() - begun)}
+            break
+    else:
+        found = None
+    is_found = True if found is not None else None if order else False
+    return {"found": is_found, "by": found, "ran": ran, "seconds": round(time.monotonic() - begun)}
 
 
 def _first_failure(device: str, tests: Sequence[str], checkout: Path, limit: float) -> str | None:
@@ -304,11 +296,9 @@ def _first_failure(device: str, tests: Sequence[str], checkout: Path, limit: flo
 def end_session(leader: int) -> None:
     """End what is left of a session: processes that tests have started may wait for one that has been ended."""
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
-        try:
+        with suppress(ProcessLookupError):
             if os.getsid(pid) == leader:
                 os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def _run_tests(device: str, names: str, said: int, checkout: Path) -> None:
@@ -331,7 +321,7 @@ def _run_tests(device: str, names: str, said: int, checkout: Path) -> None:
 def run(suite: str, runs: Path, share: tuple[int, int], commit: str, most: float) -> None:
     """Run the mutants that have no result yet against the tests of `commit`; `share` is which of how many parts."""
     results, reach = FOLDER / f"{suite}.jsonl", runs / "reached.json"
-    known = {row["name"] for row in rows_of(results)} if results.exists() else set()
+    known = {row["name"] for row in rows_of(results)}
     if not reach.exists():
         reach.write_text(json.dumps(reached(runs)), encoding="utf-8")
     tests, seconds = json.loads(reach.read_text(encoding="utf-8")), seconds_of(runs)
@@ -359,7 +349,7 @@ SLOW_TO_IMPORT = ("torch", "transformers", "transformers.trainer", "accelerate",
 
 def rows_of(results: Path) -> list[dict[str, Any]]:
     """What is known of each mutant that was run."""
-    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
 
 
 def table() -> str:

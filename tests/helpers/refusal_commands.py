@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,12 +24,12 @@ TRAIN = "--do_train --train_file train.csv"
 # ---- hf-l2l
 
 
-def _ran(words: str, figures: Mapping[str, Any] | None = None, model: str = "./model") -> Prepare:
+def _ran(words: str, **figures: Any) -> Prepare:
     def prepare(scene: Scene) -> Act:
         written(scene.folder / "model", LLAMA)
-        (scene.folder / "machine.json").write_text(json.dumps({**json.loads(FIGURES.to_json()), **(figures or {})}))
+        (scene.folder / "machine.json").write_text(json.dumps({**json.loads(FIGURES.to_json()), **figures}))
         commands = [importlib.import_module(f"hf_l2l.cli.{name}").COMMAND for name in COMMANDS]
-        given = words.replace("MODEL", model).split()
+        given = words.replace("MODEL", "./model").split()
         options = make_parser(commands, set(given)).parse_args(given)
         return lambda: options.command.run(options)
 
@@ -78,7 +77,7 @@ PROGRAM: Rows = {
 }
 PROGRAM |= {
     "`hf-l2l estimate MODEL --figures machine.json`, of a machine without an accelerator": _ran(
-        "estimate MODEL --figures machine.json", figures=OF_A_CPU
+        "estimate MODEL --figures machine.json", **OF_A_CPU
     ),
     "`hf-l2l inspect MODEL --class Nothing`": row(_ran("inspect MODEL --class Nothing"), varies=r"5\.\d+\.\d+"),
 }
@@ -102,34 +101,31 @@ def _made_in_steps(scene: Scene) -> Any:
     return args
 
 
-def _with_a_budget(scene: Scene) -> Any:
-    return scene.arguments(use_cpu=True, device_memory_budget="8GiB")
-
-
-_BUDGET = L2LConfig(device_memory_budget="8GiB")
-
-
 ESTIMATE: Rows = {
     "`estimate(model, rows=2, inputs=batch)`": _estimated(rows=2, inputs={"input_ids": torch.ones(2, 4)}),
     "`estimate(model, tokens=8)`": _estimated(tokens=8),
     "`estimate(model, host_memory=2**36)`": _estimated(host_memory=2**36),
     "`estimate(model, rows=0)`": _estimated(rows=0),
     "`estimate(model, 'serial')`": _estimated("serial"),
-    "`estimate(model, L2LConfig(device_memory_budget='8GiB'))`": _estimated(_BUDGET),
+    "`estimate(model, L2LConfig(device_memory_budget='8GiB'))`": _estimated(L2LConfig(device_memory_budget="8GiB")),
     "`estimate(model, args)`, with an optimizer that is made in steps of its own": _estimated(_made_in_steps),
 }
-ESTIMATE_WARNINGS: Rows = {"`estimate(model, args)`, with a `device_memory_budget`": _estimated(_with_a_budget)}
+ESTIMATE_WARNINGS: Rows = {
+    "`estimate(model, args)`, with a `device_memory_budget`": _estimated(
+        lambda scene: scene.arguments(use_cpu=True, device_memory_budget="8GiB")
+    )
+}
 
 
 # ---- run_glue_l2l.py
 
 
-def _parsed(words: str, files: Mapping[str, str] | None = None, needed: bool = True) -> Prepare:
+def _parsed(words: str, needed: bool = True, **files: str) -> Prepare:
     """The options of a command line; those that it needs in any case come first."""
     usual = "--model_name_or_path model --output_dir out --report_to none --use_cpu" if needed else ""
 
     def prepare(scene: Scene) -> Act:
-        for name, text in {"train.csv": CSV, "empty.csv": "", "dev.json": "{}", **(files or {})}.items():
+        for name, text in {"train.csv": CSV, "empty.csv": "", "dev.json": "{}", **files}.items():
             (scene.folder / name).write_text(text)
         return lambda: run_glue_l2l.parse_options(f"{usual} {words}".split())
 
@@ -137,7 +133,7 @@ def _parsed(words: str, files: Mapping[str, str] | None = None, needed: bool = T
 
 
 def _of_file(text: str) -> Prepare:
-    return _parsed("options.json", files={"options.json": text}, needed=False)
+    return _parsed("options.json", needed=False, **{"options.json": text})
 
 
 def _no_whole_checkpoint(scene: Scene) -> Act:
@@ -188,7 +184,7 @@ SCRIPT: Rows = {
 }
 SCRIPT |= {
     "`run_glue_l2l.py --do_train --train_file rows.csv`": _parsed(
-        "--do_train --train_file rows.csv", files={"rows.csv": "sentence;label\na;0\n"}
+        "--do_train --train_file rows.csv", **{"rows.csv": "sentence;label\na;0\n"}
     ),
     "`run_glue_l2l.py options.json`, with `[1, 2]`": _of_file("[1, 2]"),
     '`run_glue_l2l.py options.json`, with `{"trainer": ["hf"]}`': _of_file(

@@ -18,11 +18,27 @@ from budgeted import FIGURES
 from hf_l2l import L2LConfig, Lamb, attach_l2l, copy_as
 from hf_l2l.runtime import stream
 from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit
-from refusals import Act, Change, Prepare, Rows, Scene, attached, counts, gives, row, trainer, used, variable
+from models import llama
+from refusals import (
+    Act,
+    Change,
+    Prepare,
+    Rows,
+    Scene,
+    attached,
+    call,
+    counts,
+    gives,
+    late,
+    row,
+    trainer,
+    used,
+    variable,
+)
 from toy_quantized import ToyInt8, quantized
 from training import rows, tiny_bert
 
-POOLER = "bert.pooler.dense"
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -31,17 +47,17 @@ def batch() -> dict[str, torch.Tensor]:
     return {name: torch.tensor([row[name] for row in some]) for name in some[0]}
 
 
+on_sim = partial(attached, device="sim")
+
+
 # ---- models
 
 
-def _weight(make: Callable[[nn.Parameter], nn.Parameter], of: str = POOLER) -> Change:
+def _weight(make: Callable[[nn.Parameter], nn.Parameter]) -> Change:
     """Another weight of a linear module."""
-
-    def change(scene: Scene, model: Any) -> None:
-        dense = model.get_submodule(of)
-        dense.register_parameter("weight", make(dense.weight))
-
-    return change
+    return lambda scene, model: model.bert.pooler.dense.register_parameter(
+        "weight", make(model.bert.pooler.dense.weight)
+    )
 
 
 def _named(name: str, values: torch.Tensor, **options: Any) -> nn.Parameter:
@@ -60,10 +76,6 @@ class _NoKernel(ToyInt8):
 def _untrainable(weight: nn.Parameter) -> nn.Parameter:
     parts = (torch.zeros(16, 16, dtype=torch.int8), torch.ones(16, 1))
     return nn.Parameter(_NoKernel(*parts, shape=torch.Size([16, 16]), dtype=torch.float32), requires_grad=False)
-
-
-def _placed(scene: Scene, model: Any) -> None:
-    model.hf_device_map = {"": "disk"}
 
 
 def _hooked(scene: Scene, model: Any) -> None:
@@ -87,21 +99,15 @@ def _reformer(scene: Scene, model: Any) -> nn.Module:
     return hf.ReformerModel(config)
 
 
-def _attached_before(scene: Scene, model: Any) -> None:
-    attach_l2l(model, L2LConfig(device="cpu", ubatch_size=4))
-
-
 def _another_layer(model: Any, eps: Any) -> Act:
     model.bert.encoder.layer.append(copy.deepcopy(model.bert.encoder.layer[0]))
     return partial(model, **batch())
 
 
-def _config_of_another_kind(scene: Scene) -> Act:
-    return partial(attach_l2l, scene.model(), {"stash": "host"})
-
-
 MODELS: Rows = {
-    "`from_pretrained(name, device_map='auto')`": attached(_placed),
+    "`from_pretrained(name, device_map='auto')`": attached(
+        lambda scene, model: setattr(model, "hf_device_map", {"": "disk"})
+    ),
     "a model made inside `torch.device('meta')`": attached(lambda scene, model: model.to("meta")),
     "`fully_shard(model)`, or `tp_plan='auto'`": attached(_weight(lambda weight: _named("DTensor", weight.data))),
     "`FullyShardedDataParallel(model)`": attached(
@@ -112,7 +118,7 @@ MODELS: Rows = {
     "`accelerate.cpu_offload(model)`": attached(_hooked),
     "a model that shares layers with one that is attached": attached(_sharing),
     "a quantized model whose weights require gradients": attached(
-        _weight(lambda weight: quantized(weight).requires_grad_())
+        _weight(lambda each: quantized(each).requires_grad_())
     ),
     "`BitsAndBytesConfig(load_in_8bit=True)`": attached(
         _weight(lambda weight: _named("Int8Params", weight.to(torch.int8), requires_grad=False))
@@ -121,21 +127,18 @@ MODELS: Rows = {
     "a quantized model whose library has no kernel for the device": attached(_weight(_untrainable)),
     "Reformer on an accelerator": attached(_reformer, device="sim"),
     "a model without a stack of layers": attached(lambda scene, model: nn.Linear(16, 16)),
-    "`attach_l2l(model, L2LConfig(layer_classes=('BertLayers',)))`": row(
-        attached(layer_classes=("BertLayers",)), varies="BertAttention.*"
+    "`attach_l2l(model, L2LConfig(layer_classes=('BertLayers',)))`": row(attached(), varies="BertAttention.*"),
+    "`attach_l2l(model, L2LConfig(resident_layers=9))`": attached(),
+    "`attach_l2l(model, {'stash': 'host'})`": lambda scene: partial(attach_l2l, scene.model(), {"stash": "host"}),
+    "`attach_l2l(model, other_config)`, on an attached model": attached(
+        lambda scene, model: attach_l2l(model, L2LConfig(device="cpu", ubatch_size=4))
     ),
-    "`attach_l2l(model, L2LConfig(resident_layers=9))`": attached(resident_layers=9),
-    "`attach_l2l(model, {'stash': 'host'})`": _config_of_another_kind,
-    "`attach_l2l(model, other_config)`, on an attached model": attached(_attached_before),
     "`model.bert.encoder.layer.append(...)`, on an attached model": used(_another_layer),
     "`model.half()`, on an attached model": used(lambda model, eps: partial(model.to, torch.float16)),
     "`model.to('meta')`, on an attached model": used(lambda model, eps: partial(model.to, "meta")),
     "`torchrun --nproc_per_node 4`, without a process group, and `attach_l2l`": attached(variable("WORLD_SIZE", "4")),
-    "`torchrun --nproc_per_node 4`, and `attach_l2l(model, L2LConfig(resident='shell'))`": attached(
-        gives("torch.distributed.is_initialized", True),
-        gives("torch.distributed.get_world_size", 4),
-        resident="shell",
-        device="sim",
+    "`torchrun --nproc_per_node 4`, and `attach_l2l(model, L2LConfig(resident='shell'))`": on_sim(
+        gives("torch.distributed.is_initialized", True), gives("torch.distributed.get_world_size", 4)
     ),
 }
 
@@ -143,19 +146,19 @@ MODELS: Rows = {
 # ---- devices and memory
 
 
-def _no_generator(scene: Scene, model: Any) -> None:
-    scene.patch.delattr(torch.get_device_module("sim"), "get_rng_state")
-
-
 def _held(scene: Scene, model: Any) -> None:
     scene.held += map(weakref.ref, model.parameters())
+
+
+def _saved_by_a_graph(scene: Scene, model: Any) -> None:
+    scene.held.append(model.classifier.bias.square().sum())
 
 
 def _short(scene: Scene, model: Any) -> None:
     model.bfloat16()
 
 
-def _gradient_hook(scene: Scene, model: Any) -> None:
+def _gradient_hook(scene: Scene | None, model: Any) -> None:
     model.classifier.bias.register_hook(lambda gradient: gradient)
 
 
@@ -169,33 +172,26 @@ def _tied_by_memory(scene: Scene, model: Any) -> None:
     embeddings.position_embeddings.weight = nn.Parameter(embeddings.word_embeddings.weight.detach()[:16])
 
 
-def _saved_by_a_graph(scene: Scene, model: Any) -> None:
-    scene.held.append(model.classifier.bias.square().sum())
-
-
 def _misplaced(model: Any, eps: Any) -> Act:
     model.bert.encoder.layer[1].output.dense.bias = nn.Parameter(torch.zeros(16, device="sim"))
     return partial(model, **batch())
 
 
+FIGURES_FILE = variable("HF_L2L_FIGURES", "figures.json")
+"""Nothing of this machine is measured; to ask what was is another error, where there is no such file."""
+
+
 def _with_figures(scene: Scene, model: Any) -> None:
-    """Nothing of this machine is measured."""
-    scene.patch.setenv("HF_L2L_FIGURES", str(scene.folder / "figures.json"))
+    FIGURES_FILE(scene, model)
     (scene.folder / "figures.json").write_text(FIGURES.to_json())
 
 
-def _unmeasured(scene: Scene, model: Any) -> None:
-    """To ask what was measured of this machine is another error: there is no such file."""
-    scene.patch.setenv("HF_L2L_FIGURES", str(scene.folder / "figures.json"))
-
-
-def _budget(asked: str, *changes: Change) -> Prepare:
+def _budget(*changes: Change) -> Prepare:
     def prepare(scene: Scene) -> Act:
         model, inputs = scene.model(), batch()
         for change in changes:
             change(scene, model)
-        config = L2LConfig(device="sim", device_memory_budget=asked)
-        return lambda: attach_l2l(model, config, inputs=inputs)
+        return lambda: attach_l2l(model, scene.config(device="sim"), inputs=inputs)
 
     return prepare
 
@@ -209,63 +205,49 @@ def _visible(devices: int) -> Change:
 
 
 _LACKS_BF16 = gives("hf_l2l.model.precision.stream.device_module", SimpleNamespace(is_bf16_supported=lambda: False))
-_FREE = "hf_l2l.runtime.stream.memory_free"
 _FOLDER = "'/[^']*'"
-_AVAILABLE = "hf_l2l.memory.host_limits.available_host_bytes"
+_NO_MEMORY = [gives(f"hf_l2l.memory.host_limits.{name}", 0) for name in ("available_host_bytes", "own_bytes")]
 DEVICES: Rows = {
-    "`attach_l2l(model, L2LConfig(device='sim:9'))`": attached(device="sim:9"),
-    "`attach_l2l(model, L2LConfig(device=['sim:0', 'cpu']))`": attached(device=["sim:0", "cpu"]),
-    "`attach_l2l(model, L2LConfig(device=['sim:0', 'sim:0']))`": attached(device=["sim:0", "sim:0"]),
-    "`attach_l2l(model, L2LConfig(device=[]))`": attached(device=[]),
-    "`l2l_devices='2'`, where one is visible": trainer(_visible(1), use_cpu=False, l2l_devices="2"),
+    "`attach_l2l(model, L2LConfig(device='sim:9'))`": attached(),
+    "`attach_l2l(model, L2LConfig(device=['sim:0', 'cpu']))`": attached(),
+    "`attach_l2l(model, L2LConfig(device=['sim:0', 'sim:0']))`": attached(),
+    "`attach_l2l(model, L2LConfig(device=[]))`": attached(),
+    "`l2l_devices='2'`, where one is visible": trainer(_visible(1), use_cpu=False),
     "`l2l_devices='2'`, with `torchrun --nproc_per_node 2`": trainer(
-        _visible(2), counts("world_size", 2), use_cpu=False, l2l_devices="2"
+        _visible(2), counts("world_size", 2), use_cpu=False
     ),
-    "`l2l_devices='1,0'`": trainer(_visible(2), use_cpu=False, l2l_devices="1,0"),
-    "`attach_l2l(model, L2LConfig(device='meta'))`": attached(device="meta"),
-    "a device whose torch module has no `get_rng_state`": attached(_no_generator, device="sim"),
-    "`cmp='bf16'`, on a device that only emulates it": attached(_LACKS_BF16, cmp="bf16"),
-    "`cmp='auto', eps_update='eager'`, on a device without bf16": attached(
-        _LACKS_BF16, cmp="auto", eps_update="eager"
+    "`l2l_devices='1,0'`": trainer(_visible(2), use_cpu=False),
+    "`attach_l2l(model, L2LConfig(device='meta'))`": attached(),
+    "a device whose torch module has no `get_rng_state`": on_sim(
+        lambda scene, model: scene.patch.delattr(torch.get_device_module("sim"), "get_rng_state")
     ),
-    "`cmp='bf16'`, on a model in 16 bits, with weak references to it": attached(_short, _held, cmp="bf16"),
-    "`stash='disk', spill_dir='nowhere'`": attached(device="sim", stash="disk", spill_dir="nowhere"),
-    "`state_tier='disk', state_dir='nowhere'`": attached(state_tier="disk", state_dir="nowhere"),
-    "`state_tier='disk'`, on Windows": row(
-        attached(gives("hf_l2l.state_tier.server.can_map", False), state_tier="disk"), varies=_FOLDER
-    ),
+    "`cmp='bf16'`, on a device that only emulates it": attached(_LACKS_BF16),
+    "`cmp='auto', eps_update='eager'`, on a device without bf16": attached(_LACKS_BF16),
+    "`cmp='bf16'`, on a model in 16 bits, with weak references to it": attached(_short, _held),
+    "`stash='disk', spill_dir='nowhere'`": on_sim(),
+    "`state_tier='disk', state_dir='nowhere'`": attached(),
+    "`state_tier='disk'`, on Windows": row(attached(gives("hf_l2l.state_tier.server.can_map", False)), varies=_FOLDER),
     "`state_tier='disk'`, on a full disk": row(
-        attached(gives("shutil.disk_usage", SimpleNamespace(free=0)), state_tier="disk"), varies=_FOLDER
+        attached(gives("shutil.disk_usage", SimpleNamespace(free=0))), varies=_FOLDER
     ),
     "`state_tier='disk'`, with `torchrun --nproc_per_node 2`": attached(
-        gives("hf_l2l.state_tier.server.launched_processes", 2), state_tier="disk"
+        gives("hf_l2l.state_tier.server.launched_processes", 2)
     ),
-    "`stash='disk'`, on Windows": attached(gives("hf_l2l.stash.spill.can_spill", False), device="sim", stash="disk"),
-    "`resident='shell'`, with weak references to parameters": attached(_held, device="sim", resident="shell"),
-    "`resident='shell'`, with a gradient hook": attached(_gradient_hook, device="sim", resident="shell"),
-    "`resident_layers=1`, of a weight that two layers share": attached(
-        _in_two_layers, device="sim", resident_layers=1
+    "`stash='disk'`, on Windows": on_sim(gives("hf_l2l.stash.spill.can_spill", False)),
+    "`resident='shell'`, with weak references to parameters": on_sim(_held),
+    "`resident='shell'`, with a gradient hook": on_sim(_gradient_hook),
+    "`resident_layers=1`, of a weight that two layers share": on_sim(_in_two_layers),
+    "`resident='shell'`, after a forward whose graph is still there": late(on_sim(_saved_by_a_graph)),
+    "`resident_layers=1`, and a device parameter put into another layer": used(_misplaced, device="sim"),
+    "a host without memory for training": late(
+        trainer(*_NO_MEMORY, runs=True), varies=r"[\d.]+ KiB|\d bytes", kind=MemoryError
     ),
-    "`resident='shell'`, after a forward whose graph is still there": row(
-        attached(_saved_by_a_graph, device="sim", resident="shell"), is_early=False
+    "`attach_l2l(model, L2LConfig(device_memory_budget='1GiB'))`": on_sim(_with_figures),
+    "`device_memory_budget='1KiB'`": row(_budget(FIGURES_FILE), varies=r"\d+KiB"),
+    "`device_memory_budget='1GiB'`, of which less is free": _budget(
+        _with_figures, gives("hf_l2l.runtime.stream.memory_free", 2**20)
     ),
-    "`resident_layers=1`, and a device parameter put into another layer": used(
-        _misplaced, device="sim", resident_layers=1
-    ),
-    "a host without memory for training": row(
-        trainer(gives(_AVAILABLE, 0), gives("hf_l2l.memory.host_limits.own_bytes", 0), runs=True),
-        is_early=False,
-        varies=r"[\d.]+ KiB|\d bytes",
-        kind=MemoryError,
-    ),
-    "`attach_l2l(model, L2LConfig(device_memory_budget='1GiB'))`": attached(
-        _with_figures, device="sim", device_memory_budget="1GiB"
-    ),
-    "`device_memory_budget='1KiB'`": row(_budget("1KiB", _unmeasured), varies=r"\d+KiB"),
-    "`device_memory_budget='1GiB'`, of which less is free": _budget("1GiB", _with_figures, gives(_FREE, 2**20)),
-    "`device_memory_budget='1GiB', label_smoothing_factor=0.1`": trainer(
-        runs=True, use_cpu=False, device_memory_budget="1GiB", label_smoothing_factor=0.1
-    ),
+    "`device_memory_budget='1GiB', label_smoothing_factor=0.1`": trainer(runs=True, use_cpu=False),
 }
 
 
@@ -276,7 +258,6 @@ class MyOptimizer(torch.optim.SGD):
     """Cannot be taken apart: its step draws random numbers."""
 
     def step(self, closure: Any = None) -> Any:
-        """Make a step."""
         torch.rand(())
         return super().step(closure)
 
@@ -291,38 +272,30 @@ def _half_frozen(scene: Scene, model: Any) -> None:
     model.classifier.float().requires_grad_()
 
 
-def _thawed(model: Any, eps: Any) -> Act:
-    return partial(eps.wrap, torch.optim.SGD(model.requires_grad_().parameters(), lr=0.1))
-
-
 def _hooked_later(model: Any, eps: Any) -> Act:
-    model.classifier.bias.register_hook(lambda gradient: gradient)
-    return partial(eps.wrap, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def _closure(model: Any, eps: Any) -> Act:
-    return partial(eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1)).step, lambda: None)
+    _gradient_hook(None, model)
+    return partial(eps.wrap, SGD(model.parameters()))
 
 
 OPTIMIZERS: Rows = {
     "`torch.optim.LBFGS(parameters)`": _wrapped(torch.optim.LBFGS),
     "`AdamW(other_model.parameters())`": _wrapped(lambda parameters: torch.optim.AdamW(tiny_bert().parameters())),
-    "`cmp='bf16'`, and weights of 16 bits thawed after attaching": used(_thawed, _half_frozen, cmp="bf16"),
+    "`cmp='bf16'`, and weights of 16 bits thawed after attaching": used(
+        lambda model, eps: partial(eps.wrap, SGD(model.requires_grad_().parameters())), _half_frozen
+    ),
     "`parameter.register_hook(...)`": used(_hooked_later),
-    "`eps_update='eager'`, `MyOptimizer(parameters)`": _wrapped(eps_update="eager"),
-    "`grad_dtype='16bit'`, `MyOptimizer(parameters)`": _wrapped(grad_dtype="16bit"),
-    "`state_tier='disk'`, `MyOptimizer(parameters)`": _wrapped(state_tier="disk"),
-    "`resident='shell'`, `MyOptimizer(parameters)`": _wrapped(device="sim", resident="shell"),
-    "`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`": used(
-        lambda model, eps: partial(eps.clip_grad_norm_, 1.0), eps_update="eager"
+    "`eps_update='eager'`, `MyOptimizer(parameters)`": _wrapped(),
+    "`grad_dtype='16bit'`, `MyOptimizer(parameters)`": _wrapped(),
+    "`state_tier='disk'`, `MyOptimizer(parameters)`": _wrapped(),
+    "`resident='shell'`, `MyOptimizer(parameters)`": _wrapped(device="sim"),
+    "`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`": used(lambda model, eps: partial(eps.clip_grad_norm_, 1.0)),
+    "`grad_dtype='16bit'`, `optimizer.step(closure)`": used(
+        lambda model, eps: partial(eps.wrap(SGD(model.parameters())).step, lambda: None)
     ),
-    "`grad_dtype='16bit'`, `optimizer.step(closure)`": used(_closure, grad_dtype="16bit"),
-    "`copy_as(model, torch.float32)`": lambda scene: partial(copy_as, scene.model(), torch.float32),
-    "`Lamb(parameters, lr=-1.0)`": lambda scene: partial(Lamb, scene.model().parameters(), lr=-1.0),
-    "`Lamb(parameters, betas=(0.9, 1.0))`": lambda scene: partial(Lamb, scene.model().parameters(), betas=(0.9, 1.0)),
-    "`Lamb(parameters, lr=tensor([1., 1.]))`": lambda scene: partial(
-        Lamb, scene.model().parameters(), lr=torch.ones(2)
-    ),
+    "`copy_as(model, torch.float32)`": call(copy_as, nn.Linear(2, 2), torch.float32),
+    "`Lamb(parameters, lr=-1.0)`": call(Lamb, [nn.Parameter(torch.ones(2))], lr=-1.0),
+    "`Lamb(parameters, betas=(0.9, 1.0))`": call(Lamb, [nn.Parameter(torch.ones(2))], betas=(0.9, 1.0)),
+    "`Lamb(parameters, lr=tensor([1., 1.]))`": call(Lamb, [nn.Parameter(torch.ones(2))], lr=torch.ones(2)),
 }
 
 
@@ -338,33 +311,17 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Another `x`, of shape [rows, 16]."""
         self.calls += 1
         return self.linear(x)
 
 
-def _called_with_rows(layer: Callable[[], nn.Module], **options: Any) -> Prepare:
+def _called_with_rows(layer: Callable[[], nn.Module]) -> Prepare:
     """A stack of two such layers, in training."""
     return used(
         lambda model, eps: partial(model, torch.ones(4, 16, requires_grad=True)),
         lambda scene, model: nn.Sequential(layer(), layer()),
         layer_classes=(type(layer()).__name__,),
-        **options,
     )
-
-
-def _unknown_layers(scene: Scene, model: Any) -> nn.Module:
-    return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(16, 16) for _ in range(4))})
-
-
-def _checkpointing(scene: Scene, model: Any) -> None:
-    model.gradient_checkpointing_enable()
-
-
-def _llama(scene: Scene, model: Any) -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = hf.LlamaConfig(vocab_size=60, **sizes)
-    return hf.LlamaForCausalLM(config)
 
 
 def _with_a_cache(model: Any, eps: Any) -> Act:
@@ -379,38 +336,36 @@ def _not_locked(scene: Scene) -> Act:
     return lambda: attach_l2l(model, L2LConfig(device="sim")) and model(**inputs)
 
 
-def _unknown_to_accelerate(scene: Scene, model: Any) -> None:
-    scene.patch.delenv("ACCELERATE_TORCH_DEVICE")
-
-
-_TWICE = {"gradient_accumulation_steps": 4, "l2l_merge_accumulation": "off"}
-_LARGER = {"device_memory_budget": "1GiB", "eval_strategy": "steps", "per_device_eval_batch_size": 32}
 WARNINGS: Rows = {
-    "a model whose layers are of no class that is known": attached(_unknown_layers),
-    "`cmp='auto'`, in any case": attached(cmp="auto"),
-    "`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train": trainer(
-        _with_figures, runs=True, use_cpu=False, **_LARGER
+    "a model whose layers are of no class that is known": attached(
+        lambda scene, model: nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(16, 16) for _ in range(4))})
     ),
-    "`ubatch_size=2`, and a layer with batch norm": _called_with_rows(lambda: nn.BatchNorm1d(16), ubatch_size=2),
-    "`cmp='bf16'`, and a layer that writes to a buffer": _called_with_rows(Counting, cmp="bf16"),
-    "a driver that refuses to page-lock memory": row(_not_locked, is_early=False, varies=r"[\d.]+ KiB"),
-    "`model(..., use_cache=True)`, in training": used(_with_a_cache, _llama),
-    "`gradient_checkpointing=True`, or `model.gradient_checkpointing_enable()`": attached(_checkpointing),
+    "`cmp='auto'`, in any case": attached(),
+    "`device_memory_budget='1GiB', per_device_eval_batch_size=32`, and less to train": trainer(
+        _with_figures, runs=True, use_cpu=False, eval_strategy="steps"
+    ),
+    "`ubatch_size=2`, and a layer with batch norm": _called_with_rows(lambda: nn.BatchNorm1d(16)),
+    "`cmp='bf16'`, and a layer that writes to a buffer": _called_with_rows(Counting),
+    "a driver that refuses to page-lock memory": late(_not_locked, varies=r"[\d.]+ KiB"),
+    "`model(..., use_cache=True)`, in training": used(_with_a_cache, lambda scene, model: llama()),
+    "`gradient_checkpointing=True`, or `model.gradient_checkpointing_enable()`": attached(
+        lambda scene, model: model.gradient_checkpointing_enable()
+    ),
     "`model.to('cuda')` before `attach_l2l`": attached(lambda scene, model: model.to("sim")),
     "a model loaded in 16 bits, without `cmp`": attached(_short),
-    "`gradient_accumulation_steps=4, l2l_merge_accumulation='off'`": row(
-        trainer(gives("hf_l2l.hf.preparation.weights_travel", True), runs=True, **_TWICE), is_early=False
+    "`gradient_accumulation_steps=4, l2l_merge_accumulation='off'`": late(
+        trainer(gives("hf_l2l.hf.preparation.weights_travel", True), runs=True)
     ),
     "`L2LTrainer(model)`, of a model without a stack of layers": trainer(lambda scene, model: nn.Linear(16, 16)),
     "`L2LTrainer(model)`, with an accelerator that torch knows and Accelerate does not": trainer(
-        _unknown_to_accelerate, use_cpu=False
+        lambda scene, model: scene.patch.delenv("ACCELERATE_TORCH_DEVICE"), use_cpu=False
     ),
     "`MyOptimizer(parameters)`, whose step draws random numbers": _wrapped(eps_update="deferred"),
     "`state_tier='disk'`, with `state_dir` in host memory": row(
-        attached(gives("hf_l2l.state_tier.server.is_in_memory", True), state_tier="disk"), varies=_FOLDER
+        attached(gives("hf_l2l.state_tier.server.is_in_memory", True)), varies=_FOLDER
     ),
     "`stash='disk'`, with `spill_dir` in host memory": row(
-        attached(gives("hf_l2l.stash.spill.is_in_memory", True), device="sim", stash="disk"), varies=_FOLDER
+        on_sim(gives("hf_l2l.stash.spill.is_in_memory", True)), varies=_FOLDER
     ),
-    "`resident='shell'`, with weights that share memory": attached(_tied_by_memory, device="sim", resident="shell"),
+    "`resident='shell'`, with weights that share memory": on_sim(_tied_by_memory),
 }

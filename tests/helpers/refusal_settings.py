@@ -17,7 +17,8 @@ from hf_l2l import L2LArgumentsMixin as ArgumentsMixin
 from hf_l2l import L2LBatchGrowth, L2LCallback, L2LConfig, L2LTrainer, L2LTrainerMixin, make_l2l_arguments
 from hf_l2l import make_l2l_trainer as make_trainer
 from hf_l2l.option_names import argument
-from refusals import Act, Case, Prepare, Rows, Scene, counts, gives, row, trainer, variable
+from models import albert
+from refusals import Act, Case, Prepare, Rows, Scene, call, counts, gives, late, row, trainer, variable
 from training import rows
 
 VALUES: dict[str, Any] = {
@@ -103,14 +104,20 @@ def shown(settings: Mapping[str, Any]) -> str:
     return f"`{re.sub(r'x{300}', 'xxx...', typed)}`"
 
 
-def _arguments(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
+def _checked(make: Callable[[Scene], object], *changes: Callable[[Scene, Any], Any]) -> Prepare:
+    """What is made, on a machine of 8 cores."""
+
     def prepare(scene: Scene) -> Act:
-        scene.patch.setattr("os.cpu_count", lambda: 8)
-        for change in changes:
+        for change in (gives("os.cpu_count", 8), *changes):
             change(scene, None)
-        return lambda: scene.arguments(**options)
+        return partial(make, scene)
 
     return prepare
+
+
+def _arguments(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
+    """The Trainer's arguments: what was typed, and these."""
+    return _checked(lambda scene: scene.arguments(**options), *changes)
 
 
 def _of_config(settings: Mapping[str, Any]) -> Case:
@@ -120,30 +127,23 @@ def _of_config(settings: Mapping[str, Any]) -> Case:
 
 def as_config(settings: Mapping[str, Any]) -> Case:
     """The same by `L2LConfig`."""
-
-    def prepare(scene: Scene) -> Act:
-        scene.patch.setattr("os.cpu_count", lambda: 8)
-        return lambda: L2LConfig(**settings)
-
-    return row(prepare)
+    return row(_checked(lambda scene: L2LConfig(**settings)))
 
 
 VALUES_AND_NAMES: Rows = {
     **{shown(each): _of_config(each) for each in (*({name: value} for name, value in VALUES.items()), *MORE_VALUES)},
-    "`l2l_trace='trace.json'`, in a folder without permission": _arguments(
-        gives("os.access", False), l2l_trace="trace.json"
-    ),
-    **{f"`{name}={value!r}`": _arguments(**{name: value}) for name, value in OF_THE_TRAINER.items()},
-    "`L2LConfig(device='gpu')`": lambda scene: partial(L2LConfig, device="gpu"),
-    "`L2LConfig(device=True)`": lambda scene: partial(L2LConfig, device=True),
-    "`l2l_bounary='host'`": row(_arguments(l2l_bounary="host"), kind=TypeError),
-    "`L2LConfig(l2l_boundary='host')`": row(lambda scene: partial(L2LConfig, l2l_boundary="host"), kind=TypeError),
+    "`l2l_trace='trace.json'`, in a folder without permission": _arguments(gives("os.access", False)),
+    **{f"`{name}={value!r}`": _arguments() for name, value in OF_THE_TRAINER.items()},
+    "`L2LConfig(device='gpu')`": call(L2LConfig, device="gpu"),
+    "`L2LConfig(device=True)`": call(L2LConfig, device=True),
+    "`l2l_bounary='host'`": row(_arguments(), kind=TypeError),
+    "`L2LConfig(l2l_boundary='host')`": row(call(L2LConfig, l2l_boundary="host"), kind=TypeError),
 }
 OURS_TOGETHER: Rows = {
     **{shown(each): _of_config(each) for each in TOGETHER},
-    "`l2l_optimizer='lamb', optim='sgd'`": _arguments(l2l_optimizer="lamb", optim="sgd"),
-    "`cmp='bf16', bf16=True`": _arguments(cmp="bf16", bf16=True),
-    "`eps_update='eager', max_grad_norm=1.0`": _arguments(eps_update="eager", max_grad_norm=1.0),
+    "`l2l_optimizer='lamb', optim='sgd'`": _arguments(),
+    "`cmp='bf16', bf16=True`": _arguments(),
+    "`eps_update='eager', max_grad_norm=1.0`": _arguments(),
 }
 
 
@@ -154,109 +154,85 @@ def _argv(scene: Scene, model: Any) -> None:
     scene.patch.setattr("sys.argv", ["train.py"])
 
 
-_OF_FOUR = (counts("world_size", 4), _argv)
-
-
-def _passed(scene: Scene) -> Act:
-    model, args = scene.model(), scene.arguments(use_cpu=True, l2l_optimizer="lamb")
-    sgd, data = torch.optim.SGD(model.parameters(), lr=0.1), rows()
-    return lambda: L2LTrainer(model, args, train_dataset=data, optimizers=(sgd, None))
-
-
-def _config_as_arguments(scene: Scene) -> Act:
-    model, data = scene.model(), rows()
-    return lambda: L2LTrainer(model, L2LConfig(), train_dataset=data)
-
-
 def _trained_by_another(scene: Scene) -> Act:
     model, data = scene.model(), rows()
-    other = L2LTrainer(model, scene.arguments(use_cpu=True, ubatch_size=2), eval_dataset=data)
+    other = L2LTrainer(model, scene.arguments(use_cpu=True), eval_dataset=data)
+    scene.typed = {}
 
     class Evaluates(hf.TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             other.evaluate()
 
-    trained = L2LTrainer(model, scene.arguments(use_cpu=True), train_dataset=data, callbacks=[Evaluates()])
-    return trained.train
+    return L2LTrainer(model, scene.arguments(use_cpu=True), train_dataset=data, callbacks=[Evaluates()]).train
 
 
-def _taken_name() -> object:
-    fields = {"__annotations__": {"stash": str}, "stash": "attic"}
-    return make_l2l_arguments(dataclass(type("Theirs", (hf.TrainingArguments,), fields)))
-
-
-def _made_class(name: str, *bases: type) -> Prepare:
-    return lambda scene: lambda: type(name, bases, {})
-
-
+_Theirs = dataclass(type("Theirs", (hf.TrainingArguments,), {"__annotations__": {"stash": str}, "stash": "attic"}))
 _MIXED = "ACCELERATE_MIXED_PRECISION"
 WITH_THE_TRAINER: Rows = {
-    "`deepspeed='zero3.json'`": trainer(later={"deepspeed": "zero3.json"}),
-    "`fsdp='full_shard'`": trainer(later={"fsdp": "full_shard"}),
+    "`deepspeed='zero3.json'`": trainer(later=True),
+    "`fsdp='full_shard'`": trainer(later=True),
     "`parallelism_config=ParallelismConfig(...)`": trainer(parallelism_config=ParallelismConfig()),
-    "`torch_compile=True`": trainer(torch_compile=True),
-    "`fp16=True`": trainer(fp16=True),
-    "`fp16_full_eval=True`": trainer(fp16_full_eval=True),
-    "`bf16_full_eval=True`": trainer(bf16_full_eval=True),
-    "`optim='galore_adamw_layerwise', optim_target_modules=['attention']`": trainer(
-        optim="galore_adamw_layerwise", optim_target_modules=["attention"]
-    ),
-    "`optim='lomo'`": trainer(optim="lomo"),
-    "`enable_jit_checkpoint=True, eps_update='eager', max_grad_norm=0.0`": trainer(
-        enable_jit_checkpoint=True, eps_update="eager", max_grad_norm=0.0
-    ),
-    "`l2l_async_save=True`, on Windows": trainer(
-        gives("hf_l2l.checkpoint.reserved.can_write_places", False), l2l_async_save=True
-    ),
-    "`l2l_realtime_checkpoint='now', save_only_model=True`": trainer(
-        l2l_realtime_checkpoint="now", save_only_model=True
-    ),
-    "`l2l_realtime_every=5`": trainer(l2l_realtime_every=5),
-    "`l2l_noise_scale_every=5`": trainer(l2l_noise_scale_every=5),
-    "`output_dir='run', l2l_realtime_checkpoint='run'`": trainer(output_dir="run", l2l_realtime_checkpoint="run"),
+    "`torch_compile=True`": trainer(),
+    "`fp16=True`": trainer(),
+    "`fp16_full_eval=True`": trainer(),
+    "`bf16_full_eval=True`": trainer(),
+    "`optim='galore_adamw_layerwise', optim_target_modules=['attention']`": trainer(),
+    "`optim='lomo'`": trainer(),
+    "`enable_jit_checkpoint=True, eps_update='eager', max_grad_norm=0.0`": trainer(),
+    "`l2l_async_save=True`, on Windows": trainer(gives("hf_l2l.checkpoint.reserved.can_write_places", False)),
+    "`l2l_realtime_checkpoint='now', save_only_model=True`": trainer(),
+    "`l2l_realtime_every=5`": trainer(),
+    "`l2l_noise_scale_every=5`": trainer(),
+    "`output_dir='run', l2l_realtime_checkpoint='run'`": trainer(),
     "`accelerate launch --mixed_precision fp16`": trainer(variable(_MIXED, "fp16")),
-    "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`": trainer(variable(_MIXED, "bf16"), cmp="bf16"),
+    "`accelerate launch --mixed_precision bf16`, with `cmp='bf16'`": trainer(variable(_MIXED, "bf16")),
     "`accelerate launch --dynamo_backend inductor`": trainer(variable("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")),
     "`torchrun --nproc_per_node 4`, without accelerators and `use_cpu=True`": trainer(
         gives("hf_l2l.hf.training_args.launched_processes", 4)
     ),
-    "`torchrun --nproc_per_node 4`, with `auto_find_batch_size=True`": trainer(*_OF_FOUR, auto_find_batch_size=True),
-    "`torchrun --nproc_per_node 4`, with `enable_jit_checkpoint=True`": trainer(*_OF_FOUR, enable_jit_checkpoint=True),
-    "`torchrun --nproc_per_node 4`, with `save_on_each_node=True`": trainer(*_OF_FOUR, save_on_each_node=True),
-    "`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`": _passed,
-    "`L2LTrainer(model, L2LConfig())`": _config_as_arguments,
-    "`L2LTrainer('bert-base-uncased')`": lambda scene: lambda: L2LTrainer("bert-base-uncased", scene.arguments()),
-    "`L2LTrainer(model, ubatch_size=2)`, while another one trains the model": row(_trained_by_another, is_early=False),
-    "`class Mine(Trainer, L2LTrainerMixin)`": _made_class("Mine", hf.Trainer, L2LTrainerMixin),
-    "`class Mine(TrainingArguments, L2LArgumentsMixin)`": _made_class("Mine", hf.TrainingArguments, ArgumentsMixin),
-    "`make_l2l_trainer(trainer)`, of an object": lambda scene: lambda: make_trainer("trainer"),
-    "`make_l2l_arguments(Theirs)`, which has a field `stash`": lambda scene: _taken_name,
+    **{
+        f"`torchrun --nproc_per_node 4`, with `{name}=True`": trainer(counts("world_size", 4), _argv)
+        for name in ("auto_find_batch_size", "enable_jit_checkpoint", "save_on_each_node")
+    },
+    "`L2LTrainer(..., optimizers=(sgd, None))`, with `l2l_optimizer='lamb'`": lambda scene: partial(
+        L2LTrainer,
+        scene.model(),
+        scene.arguments(use_cpu=True),
+        optimizers=(torch.optim.SGD(scene.models[0].parameters(), lr=0.1), None),
+    ),
+    "`L2LTrainer(model, L2LConfig())`": lambda scene: partial(L2LTrainer, scene.model(), L2LConfig()),
+    "`L2LTrainer('bert-base-uncased')`": lambda scene: partial(L2LTrainer, "bert-base-uncased", scene.arguments()),
+    "`L2LTrainer(model, ubatch_size=2)`, while another one trains the model": late(_trained_by_another),
+    "`class Mine(Trainer, L2LTrainerMixin)`": call(type, "Mine", (hf.Trainer, L2LTrainerMixin), {}),
+    "`class Mine(TrainingArguments, L2LArgumentsMixin)`": call(
+        type, "Mine", (hf.TrainingArguments, ArgumentsMixin), {}
+    ),
+    "`make_l2l_trainer(trainer)`, of an object": call(make_trainer, "trainer"),
+    "`make_l2l_arguments(Theirs)`, which has a field `stash`": call(make_l2l_arguments, _Theirs),
 }
 
 
 # ---- trainers of other libraries
 
 
-def _called_back(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
+def _called_back(*changes: Callable[[Scene, Any], Any], **options: Any) -> Case:
+    """A Trainer moves the model before it calls its callbacks."""
+
     def prepare(scene: Scene) -> Act:
         passed = {"callbacks": [L2LCallback(L2LConfig(**options))]}
+        scene.typed = {}
         return trainer(*changes, _argv, kind=hf.Trainer, passed=passed, use_cpu=False)(scene)
 
-    return prepare
+    return late(prepare)
 
 
-# A Trainer moves the model before it calls its callbacks.
 CALLBACKS: Rows = {
-    "`Trainer(..., callbacks=[L2LCallback()])`, with two visible devices": row(
-        _called_back(counts("n_gpu", 2)), is_early=False
+    "`Trainer(..., callbacks=[L2LCallback()])`, with two visible devices": _called_back(counts("n_gpu", 2)),
+    "`Trainer(..., callbacks=[L2LCallback()])`, with `torchrun --nproc_per_node 4`": _called_back(
+        counts("world_size", 4)
     ),
-    "`Trainer(..., callbacks=[L2LCallback()])`, with `torchrun --nproc_per_node 4`": row(
-        _called_back(counts("world_size", 4)), is_early=False
-    ),
-    "`L2LCallback(L2LConfig(nonfinite='skip'))`": lambda scene: lambda: L2LCallback(L2LConfig(nonfinite="skip")),
-    "`L2LCallback(L2LConfig(device_memory_budget='1GiB'))`": row(
-        _called_back(device="sim", device_memory_budget="1GiB"), is_early=False
-    ),
+    "`L2LCallback(L2LConfig(nonfinite='skip'))`": call(L2LCallback, L2LConfig(nonfinite="skip")),
+    "`L2LCallback(L2LConfig(device_memory_budget='1GiB'))`": _called_back(device="sim", device_memory_budget="1GiB"),
 }
 
 
@@ -264,7 +240,7 @@ CALLBACKS: Rows = {
 
 
 def _measured(*changes: Callable[[Scene, Any], Any], **options: Any) -> Prepare:
-    return trainer(*changes, **{"runs": True, "l2l_noise_scale": True, "ubatch_size": 4, **options})
+    return trainer(*changes, **{"runs": True, "ubatch_size": 4, **options})
 
 
 class _Own(L2LTrainer):
@@ -272,42 +248,33 @@ class _Own(L2LTrainer):
         return super().training_step(*args, **kwargs)
 
 
-def _over_rows(scene: Scene, model: Any) -> None:
-    model.classifier = nn.Sequential(nn.BatchNorm1d(16), model.classifier)
-
-
-def _again_and_again(scene: Scene, model: Any) -> nn.Module:
-    sizes = {"embedding_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    config = hf.AlbertConfig(vocab_size=60, num_hidden_layers=2, **sizes)
-    return hf.AlbertForSequenceClassification(config)
-
-
 def _coupled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.logits @ outputs.logits.T, torch.arange(len(labels)))
 
 
 def _growing(*sizes: int, **options: Any) -> Prepare:
-    return _measured(passed={"callbacks": [L2LBatchGrowth(size) for size in sizes]}, **options)
+    passed = {"callbacks": [L2LBatchGrowth(size) for size in sizes]}
+    return _measured(passed=passed, **{"l2l_noise_scale": True, **options})
 
 
 NOISE: Rows = {
     "`l2l_noise_scale=True`, with one micro-batch in a step": _measured(ubatch_size=None),
-    "`l2l_noise_scale=True`, with batch norm over the rows of a batch": _measured(_over_rows),
+    "`l2l_noise_scale=True`, with batch norm over the rows of a batch": _measured(
+        lambda scene, model: setattr(model, "classifier", nn.Sequential(nn.BatchNorm1d(16), model.classifier))
+    ),
     "`l2l_noise_scale=True`, with a `training_step` of the trainer's own": _measured(kind=_Own),
-    "`l2l_noise_scale=True`, with a loss that couples rows, such as a contrastive one": row(
-        _measured(passed={"compute_loss_func": _coupled}), is_early=False, varies=r"[\d.]+(?= for a batch| as a)"
+    "`l2l_noise_scale=True`, with a loss that couples rows, such as a contrastive one": late(
+        _measured(passed={"compute_loss_func": _coupled}), varies=r"[\d.]+(?= for a batch| as a)"
     ),
-    "`l2l_noise_scale=True`, with layers that run several times, as those of ALBERT": row(
-        _measured(_again_and_again), is_early=False
+    "`l2l_noise_scale=True`, with layers that run several times, as those of ALBERT": late(
+        _measured(lambda scene, model: albert())
     ),
-    "`L2LBatchGrowth(0)`": lambda scene: lambda: L2LBatchGrowth(0),
-    "`L2LBatchGrowth(32, 'half')`": lambda scene: lambda: L2LBatchGrowth(32, "half"),
-    "`L2LBatchGrowth(32)`, without `l2l_noise_scale=True`": row(_growing(32, l2l_noise_scale=False), is_early=False),
-    "`L2LBatchGrowth(32)`, with 32 rows in a step": row(_growing(32, gradient_accumulation_steps=4), is_early=False),
+    "`L2LBatchGrowth(0)`": call(L2LBatchGrowth, 0),
+    "`L2LBatchGrowth(32, 'half')`": call(L2LBatchGrowth, 32, "half"),
+    "`L2LBatchGrowth(32)`, without `l2l_noise_scale=True`": late(_growing(32, l2l_noise_scale=False)),
+    "`L2LBatchGrowth(32)`, with 32 rows in a step": late(_growing(32, gradient_accumulation_steps=4)),
     "two of `L2LBatchGrowth`": _growing(32, 64),
 }
 NOISE_WARNINGS: Rows = {
-    "`l2l_noise_scale=True`, and batches that have fewer rows than `ubatch_size`": row(
-        _measured(count=4), is_early=False
-    ),
+    "`l2l_noise_scale=True`, and batches that have fewer rows than `ubatch_size`": late(_measured(count=4)),
 }

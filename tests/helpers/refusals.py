@@ -9,9 +9,10 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ class Scene:
     patch: pytest.MonkeyPatch
     exits: ExitStack
     """What is undone afterwards, beside what is patched."""
+    typed: Mapping[str, Any]
+    """The options in what the user types, which a case need not name again."""
     models: list[nn.Module] = field(default_factory=list)
     """Models that must stay where they are."""
     held: list[object] = field(default_factory=list)
@@ -54,13 +57,30 @@ class Scene:
     def arguments(self, **options: Any) -> Any:
         """Training arguments without a budget of device memory, and without clipping."""
         usual = {"device_memory_budget": "off", "max_grad_norm": 0.0}
-        return arguments(L2LTrainingArguments, self.folder, **{**usual, **options})
+        return arguments(L2LTrainingArguments, self.folder, **{**usual, **self.typed, **options})
+
+    def config(self, **options: Any) -> L2LConfig:
+        """The options of `L2LConfig` that are typed, and these."""
+        typed = {name: self.typed[name] for name in L2LConfig.__dataclass_fields__ if name in self.typed}
+        return L2LConfig(**{"device": "cpu", **typed, **options})
+
+
+def options_in(typed: str) -> dict[str, Any]:
+    """The options in what is typed, wherever in its code: "`a(b=1)`, with `c='d'`" -> {"b": 1, "c": "d"}."""
+    found = {}
+    for code in typed.split("`")[1::2]:
+        with suppress(SyntaxError):
+            given = [node for node in ast.walk(ast.parse(f"f({code})")) if isinstance(node, ast.keyword)]
+            for each in given:
+                with suppress(ValueError):  # no literal
+                    found[str(each.arg)] = ast.literal_eval(each.value)
+    return found
 
 
 Act = Callable[[], object]
 Prepare = Callable[[Scene], Act]
-Change = Callable[[Scene, Any], "nn.Module | None"]
-"""Changes a model, or what is around it; may return another model."""
+Change = Callable[[Scene, Any], object]
+"""Changes a model, or what is around it; another model that it returns takes its place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +104,7 @@ class Case:
 Rows = dict[str, Prepare | Case]
 """What the user types -> what makes what is needed, alone or with more that is known of the case."""
 row = partial(Case, "")
+late = partial(row, is_early=False)
 
 
 # ---- what cases have in common
@@ -108,16 +129,16 @@ def _changed(scene: Scene, changes: tuple[Change, ...]) -> Any:
     model: nn.Module = tiny_bert(layers=2)
     for change in changes:
         other = change(scene, model)
-        model = model if other is None else other
+        model = other if isinstance(other, nn.Module) else model
     return scene.model(model)
 
 
 def attached(*changes: Change, **options: Any) -> Prepare:
-    """A model that was changed before it is attached with these options."""
+    """A model that was changed before it is attached with what was typed, and these options."""
 
     def prepare(scene: Scene) -> Act:
         model = _changed(scene, changes)
-        return lambda: attach_l2l(model, L2LConfig(**{"device": "cpu", **options}))
+        return lambda: attach_l2l(model, scene.config(**options))
 
     return prepare
 
@@ -126,10 +147,15 @@ def used(use: Callable[[Any, Any], Act], *changes: Change, **options: Any) -> Pr
     """The same after it is attached: `use` takes the model and its `eps`, and returns what is called."""
 
     def prepare(scene: Scene) -> Act:
-        model = _changed(scene, changes)
-        return use(model, attach_l2l(model, L2LConfig(**{"device": "cpu", **options})))
+        attach = attached(*changes, **options)(scene)
+        return use(scene.models[-1], attach())
 
     return prepare
+
+
+def call(function: Callable[..., object], *args: Any, **options: Any) -> Prepare:
+    """A call for which nothing is prepared."""
+    return lambda scene: partial(function, *args, **options)
 
 
 def trainer(
@@ -137,23 +163,24 @@ def trainer(
     kind: type[hf.Trainer] = L2LTrainer,
     runs: bool = False,
     count: int = 48,
-    later: Mapping[str, Any] | None = None,
+    later: bool = False,
     passed: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Prepare:
-    """A trainer of a model, with these arguments, made or run.
+    """A trainer of a model, with what was typed and these arguments, made or run.
 
     Args:
-        later: arguments for which this machine has not the packages: they are set after those were asked for.
+        later: what was typed is set after the arguments were made: it asks for packages that this machine has not.
         passed: what is passed to the trainer itself.
     """
 
     def prepare(scene: Scene) -> Act:
         model, data = _changed(scene, changes), rows(count)
+        typed, scene.typed = scene.typed, {} if later else scene.typed
 
         def act() -> object:
             args = scene.arguments(**{"use_cpu": True, **options})
-            for name, value in (later or {}).items():
+            for name, value in typed.items() if later else ():
                 setattr(args, name, value)
             made = kind(model, args, train_dataset=data, eval_dataset=data, **(passed or {}))
             return made.train() if runs else made
@@ -202,23 +229,20 @@ def _logged_warnings_raise() -> Iterator[None]:
     """Inside, warnings in the log of the package are raised; afterwards its loggers are as loud as before: the program
     `hf-l2l` makes them quiet."""
 
-    def raises(logger: logging.Logger) -> Callable[..., None]:
-        def warning(text: str, *args: object) -> None:
-            if logger.isEnabledFor(logging.WARNING):
-                raise UserWarning(text % args if args else text)
+    def warning(logger: logging.Logger, text: str, *args: object) -> None:
+        if logger.isEnabledFor(logging.WARNING):
+            raise UserWarning(text % args if args else text)
 
-        return warning
-
-    loggers, verbosity = [logging.getLogger(name) for name in LOGGERS], of_transformers.get_verbosity()
-    levels = [each.level for each in loggers]
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in LOGGERS}
+    verbosity = of_transformers.get_verbosity()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for each in loggers:
-                patch.setattr(each, "warning", raises(each))
+            for logger in levels:
+                patch.setattr(logger, "warning", partial(warning, logger))
             yield
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         of_transformers.set_verbosity(verbosity)
         of_transformers.enable_progress_bar()
 
@@ -241,7 +265,7 @@ def provoke(case: Case, folder: Path) -> Found:
     """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as exits:
         patch.chdir(folder)
-        scene = Scene(folder, patch, exits)
+        scene = Scene(folder, patch, exits, options_in(case.typed))
         allocations = _Allocations()
         try:
             with warnings.catch_warnings():
@@ -286,21 +310,16 @@ class Parts(NamedTuple):
 
 def parts_of(message: str) -> Parts:
     """The parts of `rule (got value); remedy`, some of them empty where a message is none of these."""
-    opening = message.find(" (got ")
-    opening = message.find(" (") if opening < 0 else opening
+    opening = max(message.find(" (got "), 0) or message.find(" (")
     if opening < 0:
         return Parts(message, "", "")
-    depth, end = 0, len(message)
-    for position in range(opening + 1, len(message)):
-        depth += {"(": 1, ")": -1}.get(message[position], 0)
-        if depth == 0:
-            end = position
-            break
-    rest = message[end + 1 :]
+    depths = accumulate({"(": 1, ")": -1}.get(letter, 0) for letter in message[opening + 1 :])
+    end = next((place for place, depth in enumerate(depths, opening + 1) if depth == 0), len(message))
+    value, rest = message[opening + 2 : end], message[end + 1 :]
     if not re.match(r"[;:,.] ", rest):  # the rule goes on after the value
         rule, _, remedy = message.partition("; ")
-        return Parts(rule, message[opening + 2 : end], remedy)
-    return Parts(message[:opening], message[opening + 2 : end], rest[2:])
+        return Parts(rule, value, remedy)
+    return Parts(message[:opening], value, rest[2:])
 
 
 # ---- what has to be provoked
@@ -309,15 +328,12 @@ def parts_of(message: str) -> Parts:
 @cache
 def _refusals_in(file: str) -> Mapping[int, str]:
     """Every statement of a file of the package that raises an error about what was given, or warns: lines -> text."""
-    tree, found = ast.parse((PACKAGE / file).read_text()), {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and node.exc is not None:
-            call = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-            is_one = ast.unparse(call) in ("ValueError", "TypeError", "BudgetError", "MemoryError")
-        else:
-            is_one = isinstance(node, ast.Expr) and ast.unparse(node).startswith(("warnings.warn(", "logger.warning("))
-        if is_one and isinstance(node, ast.stmt):
-            found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), ast.unparse(node))
+    found: dict[int, str] = {}
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Raise | ast.Expr):
+            text = ast.unparse(node)
+            if re.match(r"raise (Value|Type|Budget|Memory)Error\b|(warnings\.warn|logger\.warning)\(", text):
+                found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), text)
     return found
 
 

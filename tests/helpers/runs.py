@@ -163,9 +163,8 @@ def train(
     max_norm = CLIPS[eps_update] if max_norm is None else max_norm
     if loop == "trainer":
         assert folder is not None
-        return _train_by_trainer(
-            model, folder, steps, optimizer, accumulation, max_norm, eps_update=eps_update, **options
-        )
+        options |= {"max_steps": steps, "gradient_accumulation_steps": accumulation, "max_grad_norm": max_norm}
+        return _train_by_trainer(model, folder, optimizer, eps_update=eps_update, weight_decay=0.1, **options)
     model = Toy() if model is None else model
     options = {"ubatch_size": 5, "device": device, "eps_update": eps_update, **UNCHECKED, **options}
     eps = attach_l2l(model, config_for(model, **options))
@@ -217,35 +216,20 @@ def _train_by_accelerate(
     return run_of(model, made.optimizer, logged)
 
 
-def _train_by_trainer(
-    model: nn.Module | None,
-    folder: Path,
-    steps: int,
-    optimizer: str,
-    accumulation: int,
-    max_norm: float,
-    **options: Any,
-) -> Run:
+def _train_by_trainer(model: nn.Module | None, folder: Path, optimizer: str, **options: Any) -> Run:
     """L2LTrainer; or transformers' own, with `eps_update="plain"`."""
     kind: type[hf.Trainer] = L2LTrainer
     if options["eps_update"] == "plain":
-        kind, options = hf.Trainer, {}
+        kind = hf.Trainer
+        known = ("max_steps", "gradient_accumulation_steps", "max_grad_norm", "weight_decay")
+        options = {name: options[name] for name in known}
     if optimizer == "SGD":
         options["optimizer_cls_and_kwargs"] = torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}
     elif optimizer == "LAMB" and kind is hf.Trainer:
         options["optimizer_cls_and_kwargs"] = Lamb, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
     elif optimizer == "LAMB":
         options["l2l_optimizer"] = "lamb"
-    made = trainer(
-        kind,
-        folder,
-        model=model,
-        max_steps=steps,
-        gradient_accumulation_steps=accumulation,
-        max_grad_norm=max_norm,
-        weight_decay=0.1,
-        **options,
-    )
+    made = trainer(kind, folder, model=model, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*moves the weights")
         made.train()

@@ -3,7 +3,7 @@
 A part is a module `soak_<part>` beside this one, with a first line that says what it checks, and two functions:
 
     run(seed)       one row of the result as JSON, of which the seed decides all; "failure" is None or a sentence
-    document(rows)  title, words and table of the result in markdown, without environment and command
+    document(rows)  title, words and table of the result in markdown (`page`), without environment and command
 
 It may have a third one, `picture(rows, file)`, which draws them, and `RUNS`, the number of its runs unless `--runs` is
 given. Finished rows are kept in `soak_results/<part>.jsonl` with the state of the code that they are about. A repeated
@@ -24,18 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import description, environment
+from benchmarks.measured import table
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = Path(__file__).parent
 Row = dict[str, Any]
 
 
 def parts() -> dict[str, str]:
     """Name of a part -> the first line of its docstring."""
-    files = sorted(HELPERS.glob("soak_*.py"))
-    return {
-        f.stem.removeprefix("soak_"): str(ast.get_docstring(ast.parse(f.read_text()))).splitlines()[0] for f in files
-    }
+    files = {file.stem.removeprefix("soak_"): file for file in sorted(Path(__file__).parent.glob("soak_*.py"))}
+    return {name: str(ast.get_docstring(ast.parse(f.read_text()))).splitlines()[0] for name, f in files.items()}
+
+
+def page(title: str, words: str, head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """What a part says of its rows."""
+    return "\n".join([f"# {title}", "", words.strip(), *table(head, lines)])
 
 
 def code_state() -> str:
@@ -61,35 +64,46 @@ def finished(file: Path, settings: Row) -> dict[int, Row]:
 
 def rows_of(part: Any, seeds: range, file: Path, settings: Row) -> list[Row]:
     """The rows of all seeds: those of earlier calls, and those that this one runs and writes."""
-    found: dict[int, Row] = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and not file.read_bytes().endswith(b"\n"):
         file.write_bytes(file.read_bytes() + b"\n")  # the last call was stopped within a line
+    found: list[Row] = []
     for seed in seeds:
-        done = finished(file, settings)  # read again: another call may share the work
-        if seed in done:
-            found[seed] = done[seed]
-            continue
-        found[seed] = {"seed": seed, **part.run(seed)}
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"settings": settings, "row": found[seed]}) + "\n")
-        failure = found[seed]["failure"]
-        print(f"seed {seed}: {failure or 'passed'}", file=sys.stderr)
-    return [found[seed] for seed in seeds]
+        row = finished(file, settings).get(seed)  # read again: another call may share the work
+        if row is None:
+            row = {"seed": seed, **part.run(seed)}
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"settings": settings, "row": row}) + "\n")
+            print(f"seed {seed}: {row['failure'] or 'passed'}", file=sys.stderr)
+        found.append(row)
+    return found
 
 
 def document(part: Any, rows: list[Row], command: str) -> str:
     """The file for `benchmarks/results`."""
-    where = environment("soak", [])
     failures = [f"- seed {row['seed']}: {row['failure']}" for row in rows if row["failure"] is not None]
     head, _, rest = part.document(rows).partition("\n")
-    return "\n".join(
-        (
-            *(head, "", "## Environment", "", description(where), "", f"State of the code: {code_state()}."),
-            *("", "## Result", "", rest.strip(), "", *(failures or ["No run failed."])),
-            *("", "## To reproduce", "", "```bash", command, "```", ""),
-        )
-    )
+    failed = "\n".join(failures or ["No run failed."])
+    return f"""{head}
+
+## Environment
+
+{description(environment("soak", []))}
+
+State of the code: {code_state()}.
+
+## Result
+
+{rest.strip()}
+
+{failed}
+
+## To reproduce
+
+```bash
+{command}
+```
+"""
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -101,10 +115,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the document")
     parser.add_argument("--hardware", default=f"{os.cpu_count()}cores", help="what the document's name says of it")
     options = parser.parse_args(arguments)
-    if options.runs is not None and options.runs < 1:
-        parser.error(f"--runs must be at least 1 (got {options.runs})")
-    if options.first < 0:
-        parser.error(f"--first must be at least 0 (got {options.first})")
+    for name, given, least in (("runs", options.runs, 1), ("first", options.first, 0)):
+        if given is not None and given < least:
+            parser.error(f"--{name} must be at least {least} (got {given})")
     return options
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from rank_cases import MODELS, MODES, assert_same, trained
 from rank_pool import RankDiedError, RankPool
+from soak import page
 
 STEPS = 50
-_EAGER: dict[str, Any] = {"eps_update": "eager"}
 _NAMES = [name for name in MODELS if name not in ("albert", "dropout")]
 _PLACES = [(2, False), (3, False), (4, False), (2, True)]
 """Ranks, and whether their devices are simulated."""
@@ -27,8 +27,8 @@ CASES = [
 def run(seed: int) -> dict[str, Any]:
     """Train with ranks, and in one process."""
     name, mode, size, sim = CASES[seed % len(CASES)]
-    options = _EAGER if mode == "eager" else MODES[mode]
-    given = name, options, size, STEPS, 1, None if mode == "eager" else 0.5
+    options, clips = ({"eps_update": "eager"}, None) if mode == "eager" else (MODES[mode], 0.5)
+    given = name, options, size, STEPS, 1, clips
     row = {"model": name, "mode": mode, "ranks": size, "device": "simulated" if sim else "cpu"}
     one, ranks = RankPool(1, sim=sim, within_s=600), RankPool(size, sim=sim, within_s=600)
     try:
@@ -43,18 +43,10 @@ def run(seed: int) -> dict[str, Any]:
 
 def document(rows: list[dict[str, Any]]) -> str:
     """Which cases have the same bits."""
-    lines = ["| model | mode | ranks | device | |", "|---|---|---|---|---|"]
-    for row in rows:
-        result = row["failure"] or "the same bits"
-        lines.append(f"| {row['model']} | {row['mode']} | {row['ranks']} | {row['device']} | {result} |")
-    return "\n".join(
-        (
-            f"# {STEPS} steps of ranks",
-            "",
-            "Losses, norms, sums, weights and optimizer state of all ranks against one process that accumulates the",
-            "same batches, in the order of the ranks. The last batch of every third step has fewer rows. Gradients",
-            "are clipped, but with eager updates.",
-            "",
-            *lines,
-        )
-    )
+    words = """
+Losses, norms, sums, weights and optimizer state of all ranks against one process that accumulates the
+same batches, in the order of the ranks. The last batch of every third step has fewer rows. Gradients
+are clipped, but with eager updates."""
+    head = ("model", "mode", "ranks", "device", "")
+    lines = [(*(row[name] for name in head[:4]), row["failure"] or "the same bits") for row in rows]
+    return page(f"{STEPS} steps of ranks", words, head, lines)

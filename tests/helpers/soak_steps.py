@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,9 +15,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from soak import ROOT, page
 from training import left_in
 
-ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES_PER_STEP = 1024
 CASES = (
     "3,000 steps on the CPU",
@@ -47,37 +48,28 @@ def run(seed: int) -> dict[str, Any]:
 
 def failure_of(row: dict[str, Any]) -> str | None:
     """What has grown; None if nothing has."""
-    grown = [f"{name}: {row['first'][name]} and then {row['last'][name]}" for name in row["first"]]
-    grown = [text for name, text in zip(row["first"], grown, strict=True) if row["last"][name] > row["first"][name]]
-    slope = row["bytes_per_step"]
-    if slope is not None and slope > MOST_BYTES_PER_STEP:
-        grown.append(f"{slope:.0f} bytes per step")
+    first, last, slope = row["first"], row["last"], row["bytes_per_step"]
+    grown = [f"{name}: {first[name]} and then {last[name]}" for name in first if last[name] > first[name]]
+    grown += [f"{slope:.0f} bytes per step"] if slope is not None and slope > MOST_BYTES_PER_STEP else []
     return "; ".join(grown) or None
 
 
 def document(rows: list[dict[str, Any]]) -> str:
     """What each process had first and last."""
+    words = f"""
+Each row is a process. After a warm-up, and at the end, it counts its threads, open files, child
+processes, live tensors and their storages (first, last), and its memory in RAM; the slope of the memory
+is that of a straight line through readings every 50 steps, and may be {MOST_BYTES_PER_STEP} bytes per
+step at most. Updates are deferred; the stash of the simulated accelerator is in host memory."""
     names = ("threads", "files", "children", "tensors", "storages")
-    lines = [f"| | turns | MiB first | MiB last | bytes per step | {' | '.join(names)} |", "|---" * 10 + "|"]
-    for row in rows:
-        if "first" not in row:
-            continue
-        both = [f"{row['first'][name]}, {row['last'][name]}" for name in names]
+    lines = []
+    for row in (row for row in rows if "first" in row):
         slope = "" if row["bytes_per_step"] is None else f"{row['bytes_per_step']:.0f}"
         sizes = [f"{row[name] / 2**20:.1f}" for name in ("first_bytes", "last_bytes")]
-        lines.append(f"| {' | '.join((row['case'], str(row['turns']), *sizes, slope, *both))} |")
-    return "\n".join(
-        (
-            "# What a process has after many steps, trainings and checkpoints",
-            "",
-            "Each row is a process. After a warm-up, and at the end, it counts its threads, open files, child",
-            "processes, live tensors and their storages (first, last), and its memory in RAM; the slope of the memory",
-            f"is that of a straight line through readings every 50 steps, and may be {MOST_BYTES_PER_STEP} bytes per",
-            "step at most. Updates are deferred; the stash of the simulated accelerator is in host memory.",
-            "",
-            *lines,
-        )
-    )
+        both = [f"{row['first'][name]}, {row['last'][name]}" for name in names]
+        lines.append((row["case"], row["turns"], *sizes, slope, *both))
+    head = ("", "turns", "MiB first", "MiB last", "bytes per step", *names)
+    return page("What a process has after many steps, trainings and checkpoints", words, head, lines)
 
 
 def measured(turn: Any, turns: int, warm_up: int, every: int, *, has_slope: bool) -> dict[str, Any]:
@@ -99,16 +91,8 @@ def measured(turn: Any, turns: int, warm_up: int, every: int, *, has_slope: bool
         "last": left_over.counts(),
         "first_bytes": readings[0][1],
         "last_bytes": readings[-1][1],
-        "bytes_per_step": slope_of(readings) if has_slope else None,
+        "bytes_per_step": statistics.linear_regression(*zip(*readings, strict=True)).slope if has_slope else None,
     }
-
-
-def slope_of(readings: list[tuple[int, int]]) -> float:
-    """The slope of the straight line that is nearest to the points."""
-    count = len(readings)
-    mean_x, mean_y = (sum(each[i] for each in readings) / count for i in (0, 1))
-    above = sum((x - mean_x) * (y - mean_y) for x, y in readings)
-    return above / sum((x - mean_x) ** 2 for x, _ in readings)
 
 
 def steps(device: str, turns: int = 3000, warm_up: int = 300, every: int = 50) -> dict[str, Any]:
@@ -152,13 +136,12 @@ def saves(folder: Path, *, in_background: bool, turns: int = 50, warm_up: int = 
 
     class Counts(hf.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step in (warm_up, turns - 1):
+            moment = {warm_up: "first", turns - 1: "last"}.get(state.global_step)
+            if moment is not None:
                 for thread in threading.enumerate():  # at each of the two moments, no checkpoint is being written
                     if thread.name == "hf_l2l save":
                         thread.join()
-                found["first" if state.global_step == warm_up else "last"] = left_over.counts()
-                name = "first_bytes" if state.global_step == warm_up else "last_bytes"
-                found[name] = left_over.resident_bytes()
+                found[moment], found[f"{moment}_bytes"] = left_over.counts(), left_over.resident_bytes()
 
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "l2l_async_save": in_background}
     made = l2l_trainer(folder, eps_update="deferred", max_steps=turns, callbacks=[Counts()], **saving)

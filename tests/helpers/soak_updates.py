@@ -17,19 +17,18 @@ from hf_l2l import L2LConfig, attach_l2l
 from memory_switches import forced_copies
 from models import Toy, batch_for
 from runs import OPTIMIZERS, Run, assert_same_run, groups_of, run_of
+from soak import page
 
 ROWS = 8
 
 
 class Backward(NamedTuple):
-    """One micro-step."""
+    """One micro-step: forwards whose losses are summed before the backward, those without one, and those without a
+    graph."""
 
     forwards: int
-    """Whose losses are summed before the one backward."""
     thrown_away: int
-    """Forwards with a graph and without a backward."""
     evaluations: int
-    """Forwards without a graph."""
 
 
 class Program(NamedTuple):
@@ -129,39 +128,26 @@ def run(seed: int) -> dict[str, Any]:
         except (AssertionError, RuntimeError, ValueError) as error:
             failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'bits differ'}"
     backwards = [backward for step in program.steps for backward in step]
-    return {
-        "program": program._asdict(),
-        "modes": program.modes(),
-        "steps": len(program.steps),
-        "backwards": len(backwards),
-        "forwards": sum(backward.forwards for backward in backwards),
-        "thrown_away": sum(backward.thrown_away for backward in backwards),
-        "failure": failure,
-    }
+    sums = {name: sum(getattr(each, name) for each in backwards) for name in ("forwards", "thrown_away")}
+    counted = {"steps": len(program.steps), "backwards": len(backwards), **sums}
+    return {"program": program._asdict(), "modes": program.modes(), **counted, "failure": failure}
 
 
 def document(rows: list[dict[str, Any]]) -> str:
     """Programs by precision and optimizer."""
+    words = f"""
+{len(rows)} programs, seeds 0 to {len(rows) - 1}. Weights, the optimizer's state, losses and norms of
+deferred updates, and of eager ones where nothing is clipped or scaled, are compared with those of
+serial updates, bit for bit. Each program has its own accumulation, losses that share a backward,
+forwards that are thrown away, micro-batch size, stash, dtypes, and calls of each layer."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["program"]["options"]["cmp"] or "fp32", row["program"]["optimizer"]].append(row)
     counted = ("steps", "backwards", "forwards", "thrown_away")
-    head = ("precision", "optimizer", "programs", "with eager", *counted, "failed")
-    lines = [f"| {' | '.join(head).replace('_', ' ')} |", "|---" * len(head) + "|"]
+    lines = []
     for key, group in sorted(groups.items()):
-        eager = sum("eager" in row["modes"] for row in group)
-        failed = sum(row["failure"] is not None for row in group)
-        cells = (*key, len(group), eager, *(sum(row[name] for row in group) for name in counted), failed)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(
-        (
-            "# Random training programs under every `eps_update`, on the CPU",
-            "",
-            f"{len(rows)} programs, seeds 0 to {len(rows) - 1}. Weights, the optimizer's state, losses and norms of",
-            "deferred updates, and of eager ones where nothing is clipped or scaled, are compared with those of",
-            "serial updates, bit for bit. Each program has its own accumulation, losses that share a backward,",
-            "forwards that are thrown away, micro-batch size, stash, dtypes, and calls of each layer.",
-            "",
-            *lines,
-        )
-    )
+        eager, failed = ("eager" in row["modes"] for row in group), (row["failure"] is not None for row in group)
+        sums = (sum(row[name] for row in group) for name in counted)
+        lines.append((*key, len(group), sum(eager), *sums, sum(failed)))
+    head = ("precision", "optimizer", "programs", "with eager", *counted[:3], "thrown away", "failed")
+    return page("Random training programs under every `eps_update`, on the CPU", words, head, lines)

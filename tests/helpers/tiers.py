@@ -16,39 +16,21 @@ ALL = os.environ.get("L2L_TESTS") == "all"
 T = TypeVar("T")
 
 
-def nightly(test: T) -> T:
-    """Decorates a test that `make test-all` alone runs: one that is large, or of what other tests reach, too."""
-    return pytest.mark.nightly(test)
-
-
+nightly = pytest.mark.nightly
+"""Decorates a test that `make test-all` alone runs: one that is large, or of what other tests reach, too."""
+cpu_suffices = pytest.mark.cpu_suffices
+"""Decorates a test of what the device makes no difference to, or of what other tests reach on the simulated
+accelerator, too: on another device than the CPU, `make test-all` alone runs it."""
+on_the_host = pytest.mark.on_the_host
+"""Decorates a test of what only a device that shares the memory of the host has."""
+on_a_device = pytest.mark.on_a_device
+"""Decorates a test of what only a device with memory of its own has."""
+on_sim = pytest.mark.on_sim
+"""Decorates a test of what the simulated accelerator alone can tell: exact bytes, a wait that is missing."""
+not_on_cuda = pytest.mark.not_on_cuda
+"""Decorates a test of bits that the host's arithmetic alone has, which is that of the simulated accelerator."""
 ONLY = {"on_the_host": ("cpu",), "on_a_device": ("sim", "cuda"), "on_sim": ("sim",), "not_on_cuda": ("cpu", "sim")}
 """Marks of tests that are collected for some devices alone."""
-
-
-def on_the_host(test: T) -> T:
-    """Decorates a test of what only a device that shares the memory of the host has."""
-    return pytest.mark.on_the_host(test)
-
-
-def on_a_device(test: T) -> T:
-    """Decorates a test of what only a device with memory of its own has."""
-    return pytest.mark.on_a_device(test)
-
-
-def on_sim(test: T) -> T:
-    """Decorates a test of what the simulated accelerator alone can tell: exact bytes, a wait that is missing."""
-    return pytest.mark.on_sim(test)
-
-
-def not_on_cuda(test: T) -> T:
-    """Decorates a test of bits that the host's arithmetic alone has, which is that of the simulated accelerator."""
-    return pytest.mark.not_on_cuda(test)
-
-
-def cpu_suffices(test: T) -> T:
-    """Decorates a test of what the device makes no difference to, or of what other tests reach on the simulated
-    accelerator, too: on another device than the CPU, `make test-all` alone runs it."""
-    return pytest.mark.cpu_suffices(test)
 
 
 def chosen(
