@@ -2,10 +2,16 @@
 
     python tests/helpers/golden.py record before.json            # on the commit before
     python tests/helpers/golden.py compare before.json           # on the one after, on the same machine
+    python tests/helpers/golden.py compare before.json --meant meant.json
 
-`--quick` runs one case of each kind, for a look after every step; a recording of all cases serves for it, too. The
-cases are in `golden_cases.py`, with the table that spells their options as they are called today; how they run, and
-what of them is kept, is in `golden_runs.py`.
+`--quick` runs one case of each kind, for a look after every step; a recording of all cases serves for it, too. `--only
+WORD` runs the cases whose name has the word. The cases are in `golden_cases.py`, with the table that spells their
+options as they are called today; how they run, and what of them is kept, is in `golden_runs.py`.
+
+`--meant FILE` names a list of differences that are meant: `[{"case": "sim: resident*", "section": "copies",
+"what": "up *", "reason": "..."}]`. `case`, `section` and `what` are patterns, of one line that is printed, so that an
+entry for one file hides no other. An entry that nothing differs for, although a case that it fits was run, is an
+error, too: what it announces has not happened.
 
 The bits depend on the machine and on torch, so that no recording is kept with the tests.
 """
@@ -13,6 +19,7 @@ The bits depend on the machine and on torch, so that no recording is kept with t
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import subprocess
@@ -20,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import version
@@ -61,7 +68,8 @@ class Difference(NamedTuple):
 
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases that are asked for."""
-    return quick(cases()) if options.quick else cases()
+    found = [case for case in cases() if options.only in case.name]
+    return quick(found) if options.quick else found
 
 
 def run_part(options: argparse.Namespace) -> None:
@@ -99,7 +107,8 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
     """Run all cases that are asked for, two processes at a time; returns name -> record."""
     from budgeted import FIGURES
 
-    shards = dict.fromkeys(SHARDS, 1) if options.quick else SHARDS  # few cases are not worth the imports of several
+    are_few = options.quick or options.only  # and not worth the imports of several processes
+    shards = dict.fromkeys(SHARDS, 1) if are_few else SHARDS
     wanted = {case.where for case in chosen(options)}
     parts = [(where, shard) for where in SHARDS if where in wanted for shard in range(shards[where])]
     with tempfile.TemporaryDirectory(prefix="golden_") as scratch:
@@ -110,7 +119,7 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
             where, shard = part
             folder = Path(scratch, f"{where} {shard}")
             asked = ["run", f"--where={where}", f"--shard={shard}", f"--of={shards[where]}", f"--folder={folder}"]
-            asked += ["--quick"] if options.quick else []
+            asked += [f"--only={options.only}", *(["--quick"] if options.quick else [])]
             done = subprocess.run(
                 [sys.executable, *(TORCHRUN if "ranks" in where else ()), __file__, *asked],
                 env={**os.environ, **ENVIRONMENT, "HF_L2L_FIGURES": str(figures)},
@@ -165,12 +174,47 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     return {inside: leaf for name in value for inside, leaf in flat(value[name], f"{path}{name}: ").items()}
 
 
+PATTERNS = ("case", "section", "what")
+
+
+def meant_of(file: Path) -> list[dict[str, str]]:
+    """The list of differences that are meant.
+
+    Raises:
+        ValueError: an entry lacks a pattern or a reason.
+    """
+    entries: list[dict[str, str]] = json.loads(file.read_text())
+    for entry in entries:
+        lacks = [key for key in (*PATTERNS, "reason") if not str(entry.get(key, "")).strip()]
+        if lacks:
+            raise ValueError(
+                f"each entry of a list of meant differences needs case, section, what and reason (got "
+                f"{json.dumps(entry)}, without {', '.join(lacks)}); add it"
+            )
+    return entries
+
+
+def told(found: Sequence[Difference], meant: Sequence[dict[str, str]], ran: Collection[str]) -> list[str]:
+    """Lines about differences that are not meant, and about entries, for cases that were `ran`, without any."""
+
+    def fits(entry: dict[str, str], difference: Difference) -> bool:
+        return all(fnmatch.fnmatchcase(getattr(difference, key), entry[key]) for key in PATTERNS)
+
+    lines = [": ".join(each) for each in found if not any(fits(entry, each) for entry in meant)]
+    for entry in meant:
+        if fnmatch.filter(ran, entry["case"]) and not any(fits(entry, each) for each in found):
+            lines.append(f"meant, and yet nothing differs: {json.dumps(entry)}")
+    return lines
+
+
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("record", "compare", "run"), help='"run" is for processes of the others')
     parser.add_argument("file", nargs="?", type=Path, help="of the recording")
     parser.add_argument("--quick", action="store_true", help="one case of each kind")
+    parser.add_argument("--only", default="", help="cases whose name has this word")
+    parser.add_argument("--meant", type=Path, help="with compare: a list of differences that are meant")
     for name, kind in (("where", str), ("folder", str), ("shard", int), ("of", int)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -178,6 +222,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"{options.action} needs the file of a recording")
     if options.action == "compare" and not options.file.is_file():
         parser.error(f"compare needs a recording (got {options.file}, which is no file); make one with record")
+    if not chosen(options):
+        parser.error(f"--only must be a word of the name of a case (got {options.only!r}), such as 'sim: resident'")
+    if options.meant is not None and options.action != "compare":
+        parser.error("--meant is for compare")
     return options
 
 
@@ -187,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.action == "run":
         run_part(options)
         return 0
+    meant = meant_of(options.meant) if options.meant else []  # a wrong list is told before minutes of work
     made = json.loads(options.file.read_text()) if options.action == "compare" else None
     if made is not None and made["versions"] != versions():
         print(f"the recording is of {made['versions']}, and this is {versions()}: record again with these versions")
@@ -204,15 +253,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     names = {case.name for case in chosen(options)}
     # A case that is gone is a difference, unless few of them are run.
-    is_known = {name: not options.quick or name.partition(" (rank")[0] in names for name in made["cases"]}
+    are_few = options.quick or bool(options.only)
+    is_known = {name: not are_few or name.partition(" (rank")[0] in names for name in made["cases"]}
     known = {name: case for name, case in made["cases"].items() if is_known[name]}
-    lines = [f"{case}: {section}: {what}" for case, section, what in differences(known, after)]
+    lines = told(differences(known, after), meant, list(after))
     new = [name for name in after if name not in known]
     print(f"compared: {took}", *lines, sep="\n")
     if new:
         print(f"{len(new)} cases are not in the recording, and compared with nothing:", *new, sep="\n")
-    print(f"{len(lines)} differences" if lines else "equal" if len(new) < len(after) else "nothing was compared")
-    return int(bool(lines) or len(new) == len(after) or (bool(new) and options.quick))
+    if lines:
+        print(f"{len(lines)} differences that are not meant")
+    else:
+        print("equal" if len(new) < len(after) else "nothing was compared")
+    return int(bool(lines) or len(new) == len(after) or (bool(new) and are_few))
 
 
 if __name__ == "__main__":
