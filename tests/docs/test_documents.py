@@ -1,7 +1,7 @@
 """Links of the documents lead somewhere, and what they show runs: Python, and commands as far as their parsers.
 
 A block of Python on the simulated accelerator is run by tests/sim/test_document_blocks.py, one with TRL by
-tests/clients/test_readme_blocks.py.
+tests/clients/test_examples.py.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ def test_a_file_is_made_when_attaching(tmp_path):
 
 # ---- read again
 
-ROWS = ("steps", "compute", "upload", "stash upload", "host update", "host update 2", "waits", "cuda:1 compute")
-ROWS += ("cuda:1 upload",)
+ROWS = "steps,compute,upload,stash upload,host update,host update 2,waits,cuda:1 compute,cuda:1 upload".split(",")
 
 
 def written(folder: Path, spans: Sequence[Span]) -> Path:
@@ -130,13 +129,11 @@ def test_updates_in_the_background_count_where_they_begin(tmp_path):
     found = traced_steps(written(tmp_path, [*step(0, 1.0), *step(100, 1.0), *updates]))
     assert [layer.update for layer in found.layers] == [pytest.approx(6), pytest.approx(4)]
     assert found.update == pytest.approx(11)
-    spans = [span for span in step(0, 1.0) if span.row != "upload"]  # on a CPU nothing travels
-    found = traced_steps(
-        written(tmp_path, [*spans, Span("host update", "all layers", 16, 19), Span("steps", "", 20, 21)])
-    )
-    assert found.steps == 1 and found.update == pytest.approx(3), (
-        "one step alone counts, and one that goes on does not"
-    )
+    # On a CPU nothing travels; one step alone counts, and one that goes on does not.
+    spans = [span for span in step(0, 1.0) if span.row != "upload"]
+    spans += [Span("host update", "all layers", 16, 19), Span("steps", "", 20, 21)]
+    found = traced_steps(written(tmp_path, spans))
+    assert found.steps == 1 and found.update == pytest.approx(3)
     assert [(layer.upload, layer.update) for layer in found.layers] == [(None, None)] * 2
 
 
@@ -157,17 +154,11 @@ def test_what_is_no_trace_is_refused(tmp_path):
 # ---- averages
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Stands in for the host's clock."""
-    clock = types.SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=lambda: clock.seconds))
-    return clock
-
-
-def test_averages_are_per_step_and_since_the_last_time(clock):
+def test_averages_are_per_step_and_since_the_last_time(monkeypatch):
     """Reading weights outside of a sweep is no stall, nor an upload of an evaluation; a batch that was thrown away
     belongs to the step after it."""
+    clock = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=lambda: clock.seconds))
     line = Timeline(HOST)
     line.watch()
     for update_s in (1.0, 3.0):
@@ -250,13 +241,3 @@ def test_work_in_the_background_is_drawn(tmp_path):
     assert rows["host update 2"]
     for found in rows.values():
         assert all(end <= start for (_, _, _, end), (_, _, start, _) in pairwise(sorted(found, key=itemgetter(2))))
-
-
-def test_what_bounds_a_step():
-    for waits, bound in (
-        ((0.02, 0.01, 0.01), "compute"),
-        ((0.03, 0.02, 0.0), "link"),
-        ((0.2, 0.1, 0.4), "host update"),
-        ((0.0, 0.0, 0.0), "compute"),
-    ):
-        assert Averages(1, 1.0, *waits).bound == bound
