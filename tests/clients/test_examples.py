@@ -1,7 +1,8 @@
-"""Examples that need other libraries run as they are, at tiny size."""
+"""Examples, and blocks of the README, that need other libraries run as they are, at tiny size."""
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -16,23 +17,12 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-from client_models import bert, saved, sentence
+from client_models import bert, saved, sentence, tokenizer
 from clients import assert_same_bits, on_sim, start_again
+from documents import ROOT, blocks
 from examples import run_example
 from hf_l2l.testing import enable_simulated_accelerator
 from training import settled_memory
-
-
-import json
-
-import pytest
-
-pytest.importorskip("trl", reason="`make test-clients` has it")
-
-import transformers as hf
-
-from client_models import saved, tokenizer
-from documents import ROOT, blocks
 
 SMALL = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--ubatch_size", "3"]
 QUIET = ["--disable_tqdm", "True", "--dataloader_pin_memory", "False", "--save_strategy", "no"]
@@ -43,19 +33,15 @@ def test_sft_trl(tmp_path, datasets_cache, monkeypatch):
     hf.AutoModelForCausalLM.from_pretrained(tmp_path / "output" / "sft")
 
 
-def test_lora(tmp_path, datasets_cache, monkeypatch, capsys):
+@pytest.mark.parametrize("rows", ["of the demo", "of one's own"])
+def test_lora(tmp_path, datasets_cache, monkeypatch, capsys, rows):
     given = ["--model", saved(bert(), tmp_path / "model"), "--eval_strategy", "steps"]
+    if rows == "of one's own":
+        (tmp_path / "rows.csv").write_text("sentence,label\n" + "w1 w2,1\nw3 w4,0\n" * 10)
+        given += ["--data", str(tmp_path / "rows.csv")]
     run_example(monkeypatch, tmp_path, "lora.py", *given, *SMALL, *QUIET)
     assert "eval_accuracy" in capsys.readouterr().out
     peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "output" / "lora")
-
-
-def test_lora_on_rows_of_ones_own(tmp_path, datasets_cache, monkeypatch, capsys):
-    rows = tmp_path / "rows.csv"
-    rows.write_text("sentence,label\n" + "w1 w2,1\nw3 w4,0\n" * 10)
-    given = ["--model", saved(bert(), tmp_path / "model"), "--data", str(rows)]
-    run_example(monkeypatch, tmp_path, "lora.py", *given, *SMALL, *QUIET, "--eval_strategy", "steps")
-    assert "eval_accuracy" in capsys.readouterr().out
 
 
 # ---- a contrastive batch of 512
@@ -81,18 +67,12 @@ def contrastive(tmp_path, datasets_cache, monkeypatch):
     return trained
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_whole_batch_of_64_is_trained_as_by_the_plain_trainer(contrastive, dropout):
-    plain = contrastive("--plain", "--batch", "64", dropout=dropout)
-    assert_same_bits(contrastive("--batch", "64", "--ubatch", "0", dropout=dropout), plain)
-
-
-def test_a_batch_of_64_in_micro_batches_is_trained_to_rounding(contrastive):
-    """Without dropout, which would draw other masks."""
-    plain = contrastive("--plain", "--batch", "64")
-    found = contrastive("--batch", "64", "--ubatch", "16")
-    for name, value in plain.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
+def test_a_batch_of_64_is_trained_as_by_the_plain_trainer(contrastive):
+    """A whole one to the bit; one in micro-batches to rounding, without dropout, which would draw other masks."""
+    plain = contrastive("--plain", "--batch", "64", dropout=0.3)
+    assert_same_bits(contrastive("--batch", "64", "--ubatch", "0", dropout=0.3), plain)
+    plain, found = contrastive("--plain", "--batch", "64"), contrastive("--batch", "64", "--ubatch", "16")
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.skipif(not on_sim(), reason="limits the memory of the simulated accelerator")
@@ -112,10 +92,6 @@ def test_only_layer_to_layer_a_batch_of_512_fits(contrastive):
             contrastive("--plain", "--batch", "512")
     finally:
         enable_simulated_accelerator(None)
-
-
-# ---- blocks of the README
-
 
 
 def test_a_decoder_with_trl(tmp_path, datasets_cache, monkeypatch):

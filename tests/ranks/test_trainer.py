@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
+from benchmarks.hosts import NETWORK, namespaces
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from models import batch_for
 from rank_trainer import trained, trained_and_growing, trained_with_loss, trained_with_other_lengths
 from tiers import more, nightly
 from training import measured, tiny_bert
 
-
-import os
-import socket
-import subprocess
-import sys
-from contextlib import nullcontext
-from pathlib import Path
-
-import pytest
-
-from benchmarks.hosts import NETWORK, namespaces
-from tiers import nightly
-
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
 UNCLIPPED = {"max_grad_norm": 0.0}
 DEFERRED = {"eps_update": "deferred"}
-CASES: dict[str, dict[str, Any]] = {
-    "bert": UNCLIPPED,
-    "dropout": {"warmup_steps": 2, "weight_decay": 0.1},
-    "llama": {},  # whose batches have unequal numbers of tokens
-}
 
 
-@pytest.mark.parametrize("case", ["dropout", *more("bert", "llama")])
-def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("dropout", {"warmup_steps": 2, "weight_decay": 0.1}),
+        *more(("bert", UNCLIPPED), ("llama", {})),  # whose batches have unequal numbers of tokens
+    ],
+)
+def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, model, options):
     rest = 70, None, True
-    plain = pool(2).run(trained, case, "hf", str(tmp_path / "hf"), CASES[case], *rest)
-    found = pool(2).run(trained, case, "l2l", str(tmp_path / "l2l"), {**CASES[case], **DEFERRED}, *rest)
+    plain = pool(2).run(trained, model, "hf", str(tmp_path / "hf"), options, *rest)
+    found = pool(2).run(trained, model, "l2l", str(tmp_path / "l2l"), {**options, **DEFERRED}, *rest)
     assert plain[0]["wrapped"] == "DistributedDataParallel" != found[0]["wrapped"]
     for rank in range(2):
         for what in SAME:
@@ -90,9 +85,9 @@ def test_a_loss_with_parameters_is_trained(pool, tmp_path):
         assert each["norms"] == alone["norms"] and each["weights"] == alone["weights"]
         assert f"Ranks = 2, of which this is rank {rank}; it updates " in each["summary"]
     assert "Ranks" not in alone["summary"]
-    shares = [int(re.search(r"it updates ([0-9,]+) of", each["summary"])[1].replace(",", "")) for each in found]
-    total = int(re.search(r"of ([0-9,]+) trained parameters", found[0]["summary"])[1].replace(",", ""))
-    assert sum(shares) == total and min(shares) > 0
+    said = [re.search(r"it updates ([0-9,]+) of ([0-9,]+) trained parameters", each["summary"]) for each in found]
+    shares, totals = ([int(each[n].replace(",", "")) for each in said] for n in (1, 2))
+    assert sum(shares) == totals[0] == totals[1] and min(shares) > 0
 
 
 def test_other_modes_train(pool, tmp_path):
@@ -109,9 +104,9 @@ def test_other_modes_train(pool, tmp_path):
 
 def begun(folder: str) -> list[float]:
     """In the trace of this rank, when the first span begins, and when the last backward ends, in seconds."""
-    model = tiny_bert(layers=2)
+    model, rank = tiny_bert(layers=2), distributed.get_rank()
     eps = attach_l2l(model, L2LConfig(trace=f"{folder}/trace.json"))
-    if distributed.get_rank() == 0:  # an evaluation of its own
+    if rank == 0:  # an evaluation of its own
         with torch.no_grad():
             model(**batch_for(model))
         time.sleep(1.0)
@@ -120,9 +115,8 @@ def begun(folder: str) -> list[float]:
     model(**batch_for(model)).loss.backward()
     optimizer.step()
     detach_l2l(model)
-    name = "trace.json" if distributed.get_rank() == 0 else "trace.rank1.json"
-    with open(f"{folder}/{name}") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    text = Path(folder, "trace.json" if rank == 0 else "trace.rank1.json").read_text()
+    events = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
     backwards = [event["ts"] + event["dur"] for event in events if event["name"].startswith("backward")]
     return [min(event["ts"] for event in events) / 1e6, max(backwards) / 1e6]
 
@@ -188,19 +182,12 @@ ACCELERATE = [
 ]
 
 
-def started(
-    launcher: list[str], folder: Path, *more: str, before: tuple[str, ...] = (), **env: str
-) -> subprocess.Popen:
+def started(launcher: list[str], folder: Path, *more: str, before: tuple[str, ...] = (), **env: str) -> Process:
     # Without the first one, gloo finds the addresses of the first attempt in the second: torch's own, on the CPU.
-    where = {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "PYTHONPATH": f"{HELPERS.parent.parent}:{HELPERS}",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": f"{HELPERS.parent.parent}:{HELPERS}"}
     command = [*before, sys.executable, *launcher, str(HELPERS / "rank_script.py"), str(folder), *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env={**os.environ, **where, **env}, **pipes)
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, **pipes)
 
 
 def results(*processes: Process) -> list[str]:
@@ -212,27 +199,24 @@ def results(*processes: Process) -> list[str]:
     return lines[0].split()[1:]
 
 
-def result(launcher: list[str], folder: Path, *more: str) -> list[str]:
-    return results(started(launcher, folder, *more))
-
-
-@nightly  # that a rank's script ends: `test_programs.py`; the Trainer in ranks: `test_trainer.py`
+@nightly  # that a rank's script ends: `test_programs.py`
 def test_accelerate_launch(tmp_path):
     """`--multi_gpu` starts as many processes as are asked for. `--cpu` starts one: Accelerate leaves more to MPI."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    assert result([*ACCELERATE, "--main_process_port", port], tmp_path)[0] == "2"
+    assert results(started([*ACCELERATE, "--main_process_port", port], tmp_path))[0] == "2"
 
 
 @nightly
 def test_torchrun_goes_on_after_a_rank_was_killed(tmp_path):
     """From the last whole checkpoint, or from the newest generation, to the bits of an unbroken training. The rank is
     killed in step 5, whose generation is not written any more: step 4 is the newest whole one."""
-    whole = result(TORCHRUN, tmp_path / "whole")
+    again = [*TORCHRUN, "--max-restarts", "1"]
+    whole = results(started(TORCHRUN, tmp_path / "whole"))
     assert whole[:2] == ["2", "6"] and (tmp_path / "whole" / "checkpoint-6" / "rng_state_1.pth").is_file()
-    assert result([*TORCHRUN, "--max-restarts", "1"], tmp_path / "broken", "5") == whole
-    assert result([*TORCHRUN, "--max-restarts", "1"], tmp_path / "other", "5", "realtime") == whole
+    assert results(started(again, tmp_path / "broken", "5")) == whole
+    assert results(started(again, tmp_path / "other", "5", "realtime")) == whole
     assert [path.name for path in (tmp_path / "other-now").iterdir()] == ["checkpoint-6"]
 
 
