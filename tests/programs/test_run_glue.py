@@ -64,8 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("case", "extension"),
-    [("words", "csv"), ("scores", "json"), *more(("pairs", "csv"), ("stars", "json"))],
+    ("case", "extension"), [("words", "csv"), ("scores", "json"), *more(("pairs", "csv"), ("stars", "json"))]
 )
 def test_files_are_trained_on_and_the_results_written(tiny_model, tmp_path, case, extension, capsys):
     """With a card, predictions for rows without labels, and accuracy beside that of the most frequent class."""
