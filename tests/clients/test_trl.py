@@ -12,22 +12,9 @@ pytest.importorskip("trl", reason="`make test-clients` has it")
 
 import torch
 import transformers as hf
+import trl
 from datasets import Dataset
 from peft import LoraConfig
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 
 from client_models import llama, saved, sentence, tokenizer
 from clients import UBATCHES, Training, assert_same, assert_same_bits, check_trainer, on_sim, options, run, start_again
@@ -84,7 +71,7 @@ SFT = {
 @pytest.mark.parametrize("case", SFT)
 def test_sft(tmp_path, case, ubatch_size):
     kind, given = SFT[case]
-    check_trainer(SFTTrainer, SFTConfig, tmp_path, lambda: parts(kind), ubatch_size, **given)
+    check_trainer(trl.SFTTrainer, trl.SFTConfig, tmp_path, lambda: parts(kind), ubatch_size, **given)
 
 
 @ubatches
@@ -93,13 +80,13 @@ def test_sft_with_evaluations_of_a_model_named_by_its_folder(tmp_path, ubatch_si
     rows = data("chat")
     made = lambda: {"model": folder, "train_dataset": rows, "eval_dataset": rows.select(range(8))}  # noqa: E731
     given = {"model_init_kwargs": FP32, "eval_strategy": "steps", "eval_steps": 2}
-    check_trainer(SFTTrainer, SFTConfig, tmp_path, made, ubatch_size, **given)
+    check_trainer(trl.SFTTrainer, trl.SFTConfig, tmp_path, made, ubatch_size, **given)
 
 
 @ubatches
 def test_sft_of_adapters(tmp_path, ubatch_size):
     made = lambda: parts("chat", peft_config=lora())  # noqa: E731
-    found = check_trainer(SFTTrainer, SFTConfig, tmp_path, made, ubatch_size, max_steps=4)
+    found = check_trainer(trl.SFTTrainer, trl.SFTConfig, tmp_path, made, ubatch_size, max_steps=4)
     before = llama().state_dict()
     for name, p in found.trainer.model.get_base_model().named_parameters():
         assert p.requires_grad == ("lora_" in name)
@@ -108,7 +95,8 @@ def test_sft_of_adapters(tmp_path, ubatch_size):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "config", "rows"), [(SFTTrainer, SFTConfig, "chat"), (DPOTrainer, DPOConfig, "preference")]
+    ("trainer", "config", "rows"),
+    [(trl.SFTTrainer, trl.SFTConfig, "chat"), (trl.DPOTrainer, trl.DPOConfig, "preference")],
 )
 def test_accumulated_batches_run_one_by_one_and_a_warning_says_why(tmp_path, trainer, config, rows):
     """Its metrics are those of each batch."""
@@ -122,18 +110,18 @@ def test_accumulated_batches_run_one_by_one_and_a_warning_says_why(tmp_path, tra
 def test_padding_free_batches_are_trained_whole(tmp_path):
     """One row has all the tokens of the batch: there is nothing to split. Logs and weights are the same to the bit."""
     given = {"packing": True, "packing_strategy": "bfd", "max_length": 16, "model_init_kwargs": None}
-    check_trainer(SFTTrainer, SFTConfig, tmp_path, lambda: parts("prose"), 3, tolerance=0.0, **given)
+    check_trainer(trl.SFTTrainer, trl.SFTConfig, tmp_path, lambda: parts("prose"), 3, tolerance=0.0, **given)
 
 
 # ---- preferences
 
 REFERENCES = ["made by the trainer", "given", "following", "computed before", "without adapters"]
 SEVERAL = {
-    "SFT": (SFTTrainer, SFTConfig, "chat", {}),
-    "DPO": (DPOTrainer, DPOConfig, "preference", {}),
-    "KTO": (KTOTrainer, KTOConfig, "desirable", {}),
-    "reward": (RewardTrainer, RewardConfig, "preference", {}),
-    "GRPO": (GRPOTrainer, GRPOConfig, "prompt", {"max_completion_length": 4, "num_generations": 4}),
+    "SFT": (trl.SFTTrainer, trl.SFTConfig, "chat", {}),
+    "DPO": (trl.DPOTrainer, trl.DPOConfig, "preference", {}),
+    "KTO": (trl.KTOTrainer, trl.KTOConfig, "desirable", {}),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, "preference", {}),
+    "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, "prompt", {"max_completion_length": 4, "num_generations": 4}),
 }
 
 
@@ -159,7 +147,7 @@ def test_dpo(tmp_path, reference, ubatch_size):
     given = {"precompute_ref_log_probs": reference == "computed before", "model_init_kwargs": FP32}
     if reference == "following":
         given |= {"sync_ref_model": True, "ref_model_sync_steps": 1}
-    found = check_trainer(DPOTrainer, DPOConfig, tmp_path, made, ubatch_size, **given)
+    found = check_trainer(trl.DPOTrainer, trl.DPOConfig, tmp_path, made, ubatch_size, **given)
     if reference in ("made by the trainer", "given", "following"):
         attachment = attachment_of(found.trainer.ref_model)
         assert attachment is not None and attachment.config.stash == "host"
@@ -184,7 +172,7 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 @ubatches
-@pytest.mark.parametrize(("trainer", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+@pytest.mark.parametrize(("trainer", "config"), [(trl.GRPOTrainer, trl.GRPOConfig), (trl.RLOOTrainer, trl.RLOOConfig)])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_generation_while_it_trains(tmp_path, trainer, config, beta, ubatch_size):
     """With `beta`, a reference model is loaded beside."""
@@ -232,7 +220,7 @@ def test_two_devices_train_as_one_with_twice_the_rows(tmp_path, case):
 
 def sft(folder, **given: Any) -> Any:
     start_again()
-    kinds = make_l2l_trainer(SFTTrainer), make_l2l_arguments(SFTConfig)
+    kinds = make_l2l_trainer(trl.SFTTrainer), make_l2l_arguments(trl.SFTConfig)
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "ubatch_size": 3, **given}
     return kinds[0](args=kinds[1](**options(folder, **saving)), **parts("chat"))
 
@@ -251,12 +239,18 @@ def test_arguments_of_a_checkpoint_are_loaded_and_plain_sft_goes_on_from_what_wa
     found = sft(tmp_path, max_steps=2)
     found.train()
     args = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
-    assert type(args) is make_l2l_arguments(SFTConfig)
-    assert (args.ubatch_size, args.max_length) == (3, SFTConfig(output_dir=str(tmp_path), bf16=False).max_length)
+    assert type(args) is make_l2l_arguments(trl.SFTConfig)
+    assert (args.ubatch_size, args.max_length) == (3, trl.SFTConfig(output_dir=str(tmp_path), bf16=False).max_length)
     found.save_model(str(tmp_path / "saved"))
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same_bits(loaded.state_dict(), found.model.state_dict())
-    run(SFTTrainer, SFTConfig, tmp_path / "further", lambda: parts("chat", model=str(tmp_path / "saved")), max_steps=1)
+    run(
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        tmp_path / "further",
+        lambda: parts("chat", model=str(tmp_path / "saved")),
+        max_steps=1,
+    )
 
 
 # ---- memory
@@ -277,7 +271,7 @@ def test_device_memory_does_not_grow_with_the_depth_of_two_models(tmp_path):
         return int(torch.accelerator.max_memory_allocated()) - before
 
     layer = sum(p.nbytes for p in made(1)["model"].model.layers.parameters())
-    streamed = make_l2l_trainer(DPOTrainer), make_l2l_arguments(DPOConfig)
+    streamed = make_l2l_trainer(trl.DPOTrainer), make_l2l_arguments(trl.DPOConfig)
     assert peak(12, *streamed, stash="host") - peak(4, *streamed, stash="host") < layer
     # Weights of two models, gradients and moments; what the loss takes hides some of it.
-    assert peak(12, DPOTrainer, DPOConfig) - peak(4, DPOTrainer, DPOConfig) > 8 * 2 * layer
+    assert peak(12, trl.DPOTrainer, trl.DPOConfig) - peak(4, trl.DPOTrainer, trl.DPOConfig) > 8 * 2 * layer
