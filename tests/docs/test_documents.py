@@ -60,9 +60,8 @@ def test_links_lead_somewhere_and_pages_and_tests_that_are_named_are_there():
         assert why_it_leads_nowhere(DOCS / "speed.md", link) == why
     named = re.findall(r"^ *- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == [file.name for file in PAGES], "of the site"
-    tests = {
-        name for file in DOCUMENTS for name in re.findall(r"`(?:tests/)?((?!tests/)\w+/test_\w+\.py)`", text_of(file))
-    }
+    text = "".join(map(text_of, DOCUMENTS))
+    tests = re.findall(r"`(?:tests/)?((?!tests/)\w+/test_\w+\.py)`", text)
     assert [name for name in tests if not (ROOT / "tests" / name).is_file()] == []
 
 
@@ -94,15 +93,9 @@ def test_python_runs(block, tmp_path, monkeypatch, capsys):
 def test_all_rows_run(block, tmp_path):
     """Each block that is shortened elsewhere, or that asks for the simulated accelerator, as it is, in a process of
     its own."""
-    ran = subprocess.run(
-        [sys.executable, "-c", block.code],
-        cwd=tmp_path,
-        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    call = [sys.executable, "-c", block.code]
+    ran = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert ("evaluate()" in block.code) == ("'eval_loss'" in ran.stdout)
     if block.file == README:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,10 +19,9 @@ import pytest
 import run_glue_l2l
 from glue_script import ROWS, Row, command, needs_datasets, write
 from hf_l2l.glue import compare
-from hf_l2l.glue.compare import NAMES, OUT_OF_MEMORY, Run, comparison, draw, read_run, run_apart, table
+from hf_l2l.glue.compare import OUT_OF_MEMORY, Run, comparison, read_run, run_apart, table
 from hf_l2l.glue.messages import NO_MEMORY
 from rank_pool import RankPool
-from tiers import nightly
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -186,19 +184,11 @@ def test_both_runs_take_the_same_options_and_plain_trainer_those_it_knows(tmp_pa
         assert file.is_dir() or b"hf_secret" not in file.read_bytes()
 
 
-# ---- the document, the table and the picture
+# ---- the document
 
 
-METRICS = {
-    "epoch": 1.0,
-    "eval_loss": 0.25,
-    "train_loss": 0.5,
-    "train_samples_per_second": 20.0,
-    "train_device_bytes": 3 * 2**20,
-    "train_host_bytes": 0,
-    "eval_accuracy": 0.75,
-    "eval_runtime": 3.0,
-}
+METRICS = {"epoch": 1.0, "eval_loss": 0.25, "train_loss": 0.5, "eval_accuracy": 0.75, "eval_runtime": 3.0}
+METRICS |= {"train_samples_per_second": 20.0, "train_device_bytes": 3 * 2**20, "train_host_bytes": 0}
 OTHERS = {**METRICS, "eval_accuracy": 0.5, "train_device_bytes": 2**20, "train_host_bytes": 4 * 2**20}
 LOSSES = {1: 0.75, 2: 0.5}
 NAN = float("nan")
@@ -236,11 +226,9 @@ def test_a_folder_is_read(tmp_path):
     assert found.losses[1] == 0.75 and math.isnan(found.losses[2])
 
 
-# ---- the document
-
-
 def test_rows_have_both_values_their_difference_and_their_ratio():
-    """Times and counts of an evaluation are not compared. What is no number, or not there, is none."""
+    """Times and counts of an evaluation are not compared, nor speeds of a simulated device. What is no number, or not
+    there, is none."""
     document = compared(run(METRICS), run(OTHERS))
     assert cells(document, "train_loss") == (0.5, 0.5, 0.0, 1.0)
     assert cells(document, "eval_accuracy") == (0.75, 0.5, -0.25, 0.5 / 0.75)
@@ -249,6 +237,8 @@ def test_rows_have_both_values_their_difference_and_their_ratio():
         *("train_loss", "eval_loss", "eval_accuracy", "train_samples_per_second"),
         *("train_device_bytes", "train_host_bytes"),
     ]
+    simulated = compared(run(METRICS), run(OTHERS), "simulated accelerator, 8GiB", is_simulated=True)
+    assert cells(simulated, "train_samples_per_second") == (None, None, None, None)
     document = compared(run({"train_loss": NAN}, {1: 0.5, 2: NAN}), run({"train_loss": 1.0}))
     assert cells(document, "train_loss") == (None, 1.0, None, None)
     assert document["losses"] == {"hf": [[1, 0.5], [2, None]], "l2l": []}
@@ -286,40 +276,3 @@ def test_dropout_of_micro_batches_is_noted_where_losses_differ():
         assert len(document["notes"]) == table(document).count("note: ") == noted
         if noted:
             assert "2 rows at a time" in document["notes"][0] and "--ubatch_size 8 draws" in document["notes"][0]
-
-
-# ---- the table
-
-
-def test_the_table():
-    """Speeds of a simulated device are not compared."""
-    document = compared(run(METRICS, LOSSES), run(OTHERS, LOSSES), "cuda")
-    shown = [re.split("  +", line) for line in table(document).splitlines()]
-    assert ["eval accuracy", "0.750000", "0.500000", "-0.25"] in shown
-    assert ["host bytes: weights, gradients, moments", "0 bytes", "4.0 MiB", "-"] in shown
-    document = compared(run(METRICS), run(OTHERS), "simulated accelerator, 8GiB", is_simulated=True)
-    assert cells(document, "train_samples_per_second") == (None, None, None, None)
-    assert table(document).count("note: speed: ") == 1
-
-
-# ---- the picture
-
-
-@nightly
-@pytest.mark.parametrize("hf", [run(METRICS, LOSSES), OUT_OF_MEMORY], ids=["two runs", "out of memory"])
-def test_the_picture(hf, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
-    l2l = run(OTHERS, LOSSES)
-    draw(compared(hf, l2l, "cuda"), tmp_path / "compare.png")
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    curves, bars = figures[0].axes
-    assert (bars.get_ylabel(), bars.get_title()) == ("MiB", "Memory (cuda)")
-    for axes in (curves, bars):
-        assert [text.get_text() for text in axes.get_legend().get_texts()] == list(NAMES.values())
-    for line, of in zip(curves.lines, (hf, l2l), strict=True):
-        assert list(line.get_xdata()) == list(of.losses)
-    assert ("out of memory" in [text.get_text() for text in bars.texts]) == hf.out_of_memory

@@ -65,9 +65,8 @@ def test_families_are_green_or_refused_as_they_are_known_to_be(name):
     assert report.status == ("refused" if FAMILIES[name].refused else "green"), line(report)
 
 
-def test_there_are_many_families_of_all_kinds():
-    assert len(QUICK) >= 25 and len(FAMILIES) == sum(len(group) for group in GROUPS.values()) >= 200
-    assert all(set(QUICK) & {f.name for f in group} for kind, group in GROUPS.items() if kind != "Time series")
+def test_there_are_many_families_and_the_page_has_them():
+    assert len(FAMILIES) == sum(len(group) for group in GROUPS.values()) >= 200
     page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
     assert re.findall(r"^\| (\S+) \| (?!---|layers)", page, re.M) == list(FAMILIES)
 
@@ -191,9 +190,6 @@ def test_a_refusal_is_an_error_of_the_package_with_its_text():
         raise KeyboardInterrupt
 
 
-# ---- the command
-
-
 def test_names_are_listed_and_guessed_and_a_table_or_json_is_written(tmp_path, capsys, monkeypatch):
     assert main(["--list"]) == 0
     shown = capsys.readouterr().out
@@ -227,8 +223,6 @@ def test_something_red_gives_status_1_and_something_refused_0(capsys, tmp_path, 
     assert "1 red" in capsys.readouterr().out and "**" in file.read_text()
 
 
-# ---- comparisons of the check see what is wrong
-
 INF, NAN = float("inf"), float("nan")
 
 
@@ -259,8 +253,7 @@ def test_a_tensor_is_compared_with_its_own_largest_entry():
         found = {**expected, "b": expected["b"] + error}
         assert compare_tensors(found, expected, tolerance, "gradient").status == status, (size, error)
 
-
-def test_entries_that_are_not_finite_hide_nothing():
+    # Entries that are not finite hide nothing.
     expected = {"a": torch.tensor([1.0, -INF])}
     assert compare_tensors(expected, expected, 1e-5, "output") == OK
     for wrong in ([2.0, -INF], [1.0, 0.0], [1.0, INF], [1.0, NAN], [1.0]):
