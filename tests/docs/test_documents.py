@@ -14,24 +14,9 @@ import sys
 
 import pytest
 
+import documents
 from documented_commands import YOURS, check, commands
-from documents import (
-    DOCS,
-    DOCUMENTS,
-    NOTEBOOKS,
-    PAGES,
-    PYTHON,
-    README,
-    RESULTS,
-    ROOT,
-    SHORTER,
-    blocks,
-    is_simulated,
-    links,
-    run,
-    text_of,
-    why_it_leads_nowhere,
-)
+from documents import DOCS, DOCUMENTS, PYTHON, README, ROOT, SHORTER, blocks, is_simulated, run, text_of
 from glue_script import needs_datasets, needs_demo_model
 from option_table import option_table, table_in
 from tiers import nightly
@@ -47,8 +32,9 @@ WHOLE = [block for block in RUN if is_simulated(block) or any(setting in block.c
 
 
 def test_links_lead_somewhere_and_pages_and_tests_that_are_named_are_there():
-    files = [*DOCUMENTS, *RESULTS, *NOTEBOOKS]
-    nowhere = {(file.name, link): why_it_leads_nowhere(file, link) for file in files for link in links(file)}
+    files = [*DOCUMENTS, *documents.RESULTS, *documents.NOTEBOOKS]
+    why_not = documents.why_it_leads_nowhere
+    nowhere = {(file.name, link): why_not(file, link) for file in files for link in documents.links(file)}
     assert {link: why for link, why in nowhere.items() if why} == {}
     for link, why in (
         ("memory.md#every-byte-by-name", None),
@@ -57,9 +43,9 @@ def test_links_lead_somewhere_and_pages_and_tests_that_are_named_are_there():
         ("https://arxiv.org/abs/2002.05645", None),
         ("https://github.com/someone/hf_l2l/blob/main/docs/nowhere.md", "no such file"),
     ):
-        assert why_it_leads_nowhere(DOCS / "speed.md", link) == why
+        assert why_not(DOCS / "speed.md", link) == why
     named = re.findall(r"^ *- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(named) == [file.name for file in PAGES], "of the site"
+    assert sorted(named) == [file.name for file in documents.PAGES], "of the site"
     text = "".join(map(text_of, DOCUMENTS))
     tests = re.findall(r"`(?:tests/)?((?!tests/)\w+/test_\w+\.py)`", text)
     assert [name for name in tests if not (ROOT / "tests" / name).is_file()] == []

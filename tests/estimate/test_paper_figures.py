@@ -56,7 +56,7 @@ def test_figure_4_within_a_month():
 
 
 def test_figure_4_over_several_nodes():
-    """See above: what the equations give (`programs/test_estimate.py` has it) with the degrees that the printed figures
+    """See above: what the equations give (`programs/test_estimate.py`) with the degrees that the printed figures
     follow from."""
 
     def printed(x: int) -> Usage:

@@ -16,21 +16,9 @@ import safetensors.torch
 import torch
 import transformers as hf
 
+import glue_script
 import run_glue_l2l
-from glue_script import (
-    NAMED,
-    PAIRS,
-    ROWS,
-    SCORED,
-    Row,
-    command,
-    needs_datasets,
-    needs_demo_model,
-    refused,
-    results,
-    trainer_of,
-    write,
-)
+from glue_script import ROWS, Row, command, needs_datasets, needs_demo_model, refused, trainer_of, write
 from hf_l2l import L2LTrainer
 from hf_l2l.checkpoint.manifest import write_manifest
 from hf_l2l.demo import demo_files
@@ -56,9 +44,9 @@ def files_of(folder: Path, rows: list[Row], extension: str = "csv") -> dict[str,
 # ---- training and evaluation
 
 CASES = {
-    "words": (NAMED, "eval_accuracy", {0: "negative", 1: "positive"}),
-    "scores": (SCORED, "eval_mse", {0: "LABEL_0"}),
-    "pairs": (PAIRS, "eval_accuracy", {0: "0", 1: "1"}),
+    "words": (glue_script.NAMED, "eval_accuracy", {0: "negative", 1: "positive"}),
+    "scores": (glue_script.SCORED, "eval_mse", {0: "LABEL_0"}),
+    "pairs": (glue_script.PAIRS, "eval_accuracy", {0: "0", 1: "1"}),
     "stars": (STARS, "eval_accuracy", {0: "1", 1: "3", 2: "5"}),
 }
 
@@ -75,10 +63,10 @@ def test_files_are_trained_on_and_the_results_written(tiny_model, tmp_path, case
     argv = command(tiny_model, tmp_path, **files, test_file=test_file, do_predict=True)
     metrics = run_glue_l2l.main(argv)
     out = tmp_path / "out"
-    train, evaluated = results(tmp_path, "train"), results(tmp_path, "eval")
+    train, evaluated = glue_script.results(tmp_path, "train"), glue_script.results(tmp_path, "eval")
     assert {"eval_loss", metric} <= evaluated.keys() and train["train_ubatch_size"] == 2
     assert (train["train_samples"], evaluated["eval_samples"]) == (len(rows), len(rows) // 2)
-    assert {**train, **evaluated} == metrics == results(tmp_path, "all")
+    assert {**train, **evaluated} == metrics == glue_script.results(tmp_path, "all")
     assert (out / "trainer_state.json").is_file()
     config = hf.AutoConfig.from_pretrained(out)
     assert config.id2label == names and (config.problem_type == "regression") == (case == "scores")
@@ -353,9 +341,9 @@ def test_what_is_a_regression(tmp_path, caplog):
     cases = (
         (WHOLE, None, False, taken),
         (WHOLE, True, True, None),
-        (SCORED, None, True, left),
+        (glue_script.SCORED, None, True, left),
         (labelled(*map(float, range(21))), None, True, left),  # too many
-        (SCORED, False, False, None),
+        (glue_script.SCORED, False, False, None),
         (ROWS, None, False, None),
     )
     for number, (rows, asked, is_regression, said) in enumerate(cases):
@@ -371,7 +359,7 @@ def test_what_is_a_regression(tmp_path, caplog):
 def test_labels_that_are_none_are_refused(tmp_path, capsys):
     """Among them classes that differ in case and white space only."""
     cases: list[tuple[list[Row], bool | None, str]] = [
-        (NAMED, True, "needs labels that are numbers (got 'negative' in row 1 of FILE)"),
+        (glue_script.NAMED, True, "needs labels that are numbers (got 'negative' in row 1 of FILE)"),
         (labelled(-1.0, 1.0), False, "renumber the classes from 0 (-1 as 0, 1 as 1)"),
         (labelled(-1.0, 1.0), None, "or add --is_regression true"),
         (labelled(*["Pos", "Neg"] * 3, "pos"), None, "(got 'pos' in row 7 of"),

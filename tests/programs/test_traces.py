@@ -22,16 +22,8 @@ import torch
 from cli_models import ran, refused
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report import timeline
-from hf_l2l.report.pictures.run_log import (
-    NO_LOG,
-    NOT_OF_L2L,
-    RUN_FILE,
-    RunFacts,
-    RunLog,
-    StepTime,
-    read_rows,
-    read_run,
-)
+from hf_l2l.report.pictures import run_log
+from hf_l2l.report.pictures.run_log import NO_LOG, NOT_OF_L2L, RUN_FILE, RunFacts, RunLog, StepTime, read_run
 from hf_l2l.report.pictures.run_picture import draw_run
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.report.trace_file import Span, TraceFile
@@ -344,7 +336,7 @@ def test_a_resumed_run_goes_on_with_the_rows_of_the_one_before(tmp_path):
         file.write('{"step": 4, "l2l_wai')  # killed while it wrote
     resumed = l2l_trainer(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    rows = [row for row in read_rows(tmp_path / RUN_FILE) if "memory" not in row]
+    rows = [row for row in run_log.read_rows(tmp_path / RUN_FILE) if "memory" not in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
     times = read_run(tmp_path / "checkpoint-4" / "trainer_state.json").times
     assert [each.step for each in times] == [1, 2, 3, 4]
