@@ -101,9 +101,6 @@ def test_options_of_the_trainer_are_flags(tmp_path, capsys):
     assert autocast["device"]["shell"] == whole["shell"], "weights travel in fp32"
 
 
-# ---- with figures of a machine
-
-
 @nightly
 def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     found = estimated(capsys, tmp_path, *machine(tmp_path), "--json").json
@@ -123,17 +120,13 @@ def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
 
 def test_several_devices(tmp_path, capsys):
     """The batch has rows for each; each link carries a part, the host updates all."""
-    flags = machine(tmp_path)
-    one = estimated(capsys, tmp_path, *flags, "--json").json
-    two = estimated(capsys, tmp_path, *flags, "--devices", "2", "--json").json
+    flags = [*machine(tmp_path), "--json"]
+    one, two = (estimated(capsys, tmp_path, *flags, *more).json for more in ([], ["--devices", "2"]))
     assert (one["rows"], two["rows"]) == (4, 8) and one["other_devices"] == {}
     [(name, other)] = two["other_devices"].items()
     assert name.endswith(":1") and set(other) == {*DEVICE_NAMES, "total"}
     assert other["shell"]["peak"] == 0 < other["total"]["peak"] < two["device"]["total"]["peak"]
     assert two["busy"]["update"] == one["busy"]["update"] and two["busy"]["download"] < one["busy"]["download"]
-
-
-# ---- of several ranks
 
 
 def test_ranks_share_what_is_in_the_memory_of_their_host_and_add_on_it_or_on_devices(tmp_path, capsys):
@@ -217,9 +210,6 @@ def test_a_budget_that_one_setting_meets_is_no_error():
     assert not any(each.fits for each in small.values()), "this process alone takes more than 1 MiB"
     with pytest.raises(BudgetError, match="the device must hold what a step needs"):
         fits(run, run.config, 2**40, least // 2, MACHINE)
-
-
-# ---- bad input
 
 
 def test_bad_input_is_one_sentence(tmp_path, capsys):

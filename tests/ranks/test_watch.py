@@ -89,13 +89,13 @@ def test_a_rank_that_has_left_does_not_end_the_wait_for_a_slower_one():
 
 
 def test_what_a_rank_has_sent_before_it_left_is_taken():
-    with met(2) as ranks:
-        ranks[1].send(BARRIER, 1, b"last")
-        ranks[1].close()
-        until(lambda: 1 in ranks[0].state.left)
-        assert ranks[0].gather(BARRIER, 1, b"own", "test") == {0: b"own", 1: b"last"}
-        ranks[0].send(UPDATED, 1)  # to nobody
-        ranks[0].check()
+    with met(2) as (rank, other):
+        other.send(BARRIER, 1, b"last")
+        other.close()
+        until(lambda: 1 in rank.state.left)
+        assert rank.gather(BARRIER, 1, b"own", "test") == {0: b"own", 1: b"last"}
+        rank.send(UPDATED, 1)  # to nobody
+        rank.check()
 
 
 def test_a_rank_that_leaves_with_a_full_socket_has_left_in_order():
@@ -107,11 +107,9 @@ def test_a_rank_that_leaves_with_a_full_socket_has_left_in_order():
                 rank.state.sockets[1].send(HEADER.pack(UPDATED, 0) + bytes(2**12), socket.MSG_DONTWAIT)
         closing.start()
         time.sleep(0.05)  # it finds no room
-        kinds = []
-        while message := raw.recv(2**16):
-            kinds.append(HEADER.unpack_from(message)[0])
+        *_, last = iter(lambda: raw.recv(2**16), b"")
         closing.join(30)
-    assert kinds[-1] == LEAVING
+    assert HEADER.unpack_from(last)[0] == LEAVING
 
 
 def test_a_message_to_a_rank_that_is_leaving_does_not_make_it_failed():
@@ -180,32 +178,32 @@ def test_an_error_in_a_handler_is_a_failure_of_this_rank():
 
 def test_a_wait_ends_when_its_own_rank_leaves():
     """As that of the thread that adds gradients when the model is detached."""
-    with met(2) as ranks:
-        found = at_once(lambda: ranks[0].gather(BARRIER, 1, b"", "test"), ranks[0].close)
+    with met(2) as (rank, _):
+        found = at_once(lambda: rank.gather(BARRIER, 1, b"", "test"), rank.close)
     assert isinstance(found[0], RankFailedError) and "rank 0 has left the others" in str(found[0])
 
 
 def test_an_error_that_is_kept_has_not_been_told():
     """The process is ended unless some thread of the program has got the error."""
-    with met(2) as ranks:
-        ranks[0].state.fail(1, "test")
-        told = ranks[0].state.told
+    with met(2) as (rank, _):
+        rank.state.fail(1, "test")
+        told = rank.state.told
 
         def kept() -> None:
             with contextlib.suppress(RankFailedError):
-                ranks[0].check()
-            ranks[0].error_is_kept()
+                rank.check()
+            rank.error_is_kept()
 
         at_once(kept)
         assert not told
         with pytest.raises(RankFailedError):
-            ranks[0].check()
+            rank.check()
         assert told
         at_once(kept)
         assert told  # by another thread
-        ranks[0].error_is_kept()
+        rank.error_is_kept()
         assert not told
-        ranks[0].error_is_raised()  # or the thread would end this process
+        rank.error_is_raised()  # or the thread would end this process
 
 
 def test_nothing_is_left_of_ranks_that_leave_or_are_given_up():
@@ -465,10 +463,10 @@ def test_a_wait_is_logged_though_heartbeats_come(monkeypatch):
 
 
 def test_any_error_of_a_call_to_another_host_is_told():
-    calls, changed, call = queue.SimpleQueue[Any](), threading.Condition(), counterparts.Call(lambda: 1 / 0)
+    calls, call = queue.SimpleQueue[Any](), counterparts.Call(lambda: 1 / 0)
     calls.put(call)
     calls.put(None)
-    counterparts.run_calls(calls, changed)
+    counterparts.run_calls(calls, threading.Condition())
     assert call.is_over and isinstance(call.error, ZeroDivisionError)
 
 
