@@ -44,9 +44,6 @@ def test_lora(tmp_path, datasets_cache, monkeypatch, capsys, rows):
     peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "output" / "lora")
 
 
-# ---- a contrastive batch of 512
-
-
 @pytest.fixture
 def contrastive(tmp_path, datasets_cache, monkeypatch):
     """Trains the encoder of the example, and returns the weights that it saves."""

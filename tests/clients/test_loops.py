@@ -37,9 +37,6 @@ def weights(model: torch.nn.Module) -> Weights:
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
-# ---- Lightning Fabric
-
-
 def fabric_loop(folder: Path, config: L2LConfig | None) -> tuple[Weights, Weights]:
     """Weights after an epoch, and after the second one of two that is trained again from what was saved."""
     fabric = Fabric(accelerator="cpu", devices=1)  # the simulated accelerator is none of those that Fabric knows

@@ -148,9 +148,6 @@ def test_only_gradients_of_adapters_are_downloaded(adapter, task, ubatch_size):
     assert downloaded == sum(in_layers) + norms  # those of a layer in one copy, where each begins at a multiple of 256
 
 
-# ---- what users do with adapters
-
-
 @every_task
 def test_adapters_are_trained_saved_and_merged(task, tmp_path):
     """AdamW, several steps; `merge_and_unload` after L2L is detached."""

@@ -136,9 +136,6 @@ def test_a_cross_encoder(tmp_path, ubatch_size):
     check_trainer(CrossEncoderTrainer, CrossEncoderTrainingArguments, tmp_path, made, ubatch_size)
 
 
-# ---- without a trainer
-
-
 @ubatches
 def test_encode_with_an_attached_model(tmp_path, ubatch_size):
     model = encoder(tmp_path, Normalize())

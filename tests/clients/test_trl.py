@@ -53,8 +53,6 @@ def lora() -> LoraConfig:
     return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-# ---- supervised fine-tuning
-
 ACCUMULATED = {"gradient_accumulation_steps": 2, "max_steps": 2, "per_device_train_batch_size": 4}
 WRAPPED = {"max_length": 16, "packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 4}
 SFT = {
@@ -112,8 +110,6 @@ def test_padding_free_batches_are_trained_whole(tmp_path):
     given = {"packing": True, "packing_strategy": "bfd", "max_length": 16, "model_init_kwargs": None}
     check_trainer(trl.SFTTrainer, trl.SFTConfig, tmp_path, lambda: parts("prose"), 3, tolerance=0.0, **given)
 
-
-# ---- preferences
 
 REFERENCES = ["made by the trainer", "given", "following", "computed before", "without adapters"]
 SEVERAL = {
@@ -183,9 +179,6 @@ def test_generation_while_it_trains(tmp_path, trainer, config, beta, ubatch_size
     assert len({entry["reward"] for entry in found.logs if "reward" in entry}) > 1
 
 
-# ---- several devices
-
-
 @pytest.fixture
 def _two_devices() -> Iterator[None]:
     enable_simulated_accelerator(devices=2)
@@ -251,9 +244,6 @@ def test_arguments_of_a_checkpoint_are_loaded_and_plain_sft_goes_on_from_what_wa
         lambda: parts("chat", model=str(tmp_path / "saved")),
         max_steps=1,
     )
-
-
-# ---- memory
 
 
 @pytest.mark.skipif(not on_sim(), reason="counts the memory of the simulated accelerator")

@@ -56,9 +56,6 @@ def test_the_table_of_options_is_what_their_fields_say():
     assert table_in(text_of(DOCS / "options.md")) == option_table()
 
 
-# ---- blocks of Python
-
-
 @needs_datasets
 @needs_demo_model
 @pytest.mark.filterwarnings("default")
@@ -93,9 +90,6 @@ def test_few_blocks_are_not_run_or_shortened_and_say_why():
     assert len(MARKED) <= 4
     assert [block.name for block in MARKED if not block.code.removeprefix(MARK).startswith(REASONS)] == []
     assert all(any(setting in block.code for block in PYTHON) for setting in SHORTER)
-
-
-# ---- commands
 
 
 def test_commands_are_understood(tmp_path, monkeypatch):

@@ -53,9 +53,6 @@ def printed(capsys: pytest.CaptureFixture[str], result: dict[str, Any]) -> str:
     return str(text)
 
 
-# ---- updates on the host
-
-
 def test_the_update_is_measured_in_both_cases(capsys):
     tiny = ["--layers", "2", "--hidden", "64", "--vocab", "50", "--pairs", "2", "--warmup", "1", "--threads", "1"]
     result = eps_cpu.main(tiny)
@@ -124,9 +121,6 @@ def test_the_start_of_a_step_is_measured(tmp_path):
     assert tied > times["the update of the embedding alone takes"][0]
 
 
-# ---- on data of GLUE
-
-
 def test_the_noise_scale_is_beside_that_of_two_batch_sizes(tmp_path, tiny_model, capsys):
     (tmp_path / "sst2_sentences").mkdir()
     for split in ("train", "validation"):
@@ -140,8 +134,6 @@ def test_the_noise_scale_is_beside_that_of_two_batch_sizes(tmp_path, tiny_model,
     result = noise_scale.main(["--cost", "--pairs", "2", "--tokens", "32", "--hidden", "16"])
     assert len(result["ratios"]) == 2 and min(result["ratios"]) > 0
 
-
-# ---- throughput
 
 CASE = ["--tiny", "--model", "llama-1b", "--tokens", "64", "--modes"]
 
@@ -186,9 +178,6 @@ def test_a_case_that_fails_or_has_no_time_is_a_row(monkeypatch, capsys):
     assert [(row["tokens"], row["failure"]) for row in rows] == [(128, "out of memory"), (64, "out of memory")]
 
 
-# ---- docs/measured.md is what its command makes of the documents in benchmarks/results
-
-
 def test_the_page_is_what_the_command_writes(tmp_path, monkeypatch):
     assert measured.main(["--check"]) == 0
     page = measured.PAGE.read_text(encoding="utf-8")
@@ -200,9 +189,6 @@ def test_the_page_is_what_the_command_writes(tmp_path, monkeypatch):
 
 
 # ---- what is done with a GPU that is there for minutes: a call that is cut keeps what it had
-
-
-# ---- the plan
 
 
 def test_the_plan_is_over_in_time(stub, monkeypatch, capsys):
@@ -230,8 +216,6 @@ def test_the_tests_of_the_plan_are_there():
         assert (ROOT / file).is_file() and file.split("/")[1] in ("gpu", "engine", "trainer")
     assert sorted(gpu.OF_CUDA) == sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py"))
 
-
-# ---- a call that is cut
 
 STUB = """
 import json, os, subprocess, sys, time
@@ -329,9 +313,6 @@ def test_a_runner_that_is_stopped_stops_its_worker(stub):
     assert has_ended(gpu_rows.read(stub / "gpu.jsonl", "child")[0]["pid"])
 
 
-# ---- rows and the page
-
-
 def test_rows_are_read_whatever_happened_to_the_last_line(tmp_path):
     file = tmp_path / "rows.jsonl"
     gpu_rows.append(None, "row", value=0)
@@ -396,8 +377,6 @@ def test_programs_are_compared_and_told_of(tmp_path, monkeypatch):
     assert programs == [soak_updates.program_of(seed) for seed in range(60)]
 
 
-# ---- the golden recording finds what it is to find
-
 LLAMA = Case("cpu", "optimizers", "llama", {"update": "deferred"}, optimizer="fused AdamW", groups=True)
 
 
@@ -412,9 +391,6 @@ def test_equal_runs_have_equal_records_and_a_gradient_of_a_millionth_more_is_fou
     first, *_ = found = golden.differences(expected, {LLAMA.name: golden_runs.run(LLAMA, tmp_path / "c")})
     assert {(each.case, each.section) for each in found} == {(LLAMA.name, "bits")}
     assert first.what.startswith(("first at step 1 of 5: ", "first at step 2 of 5: "))
-
-
-# ---- cases and their options
 
 
 def test_all_options_are_spelled_in_the_table_and_every_kind_has_a_quick_case():

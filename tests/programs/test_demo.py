@@ -79,9 +79,6 @@ def test_it_shows_what_it_says(tmp_path):
     assert Path(tmp_path / "compare.png").is_file()
 
 
-# ---- the sentences of which it learns
-
-
 def test_splits_are_balanced_and_no_sentence_occurs_twice():
     sentences = []
     for split, count in (("train", 400), ("validation", 120)):
@@ -165,9 +162,6 @@ def test_they_are_kept_without_outputs_and_lead_to_each_other():
             assert cell.metadata == {}
             if cell.cell_type == "code":
                 assert (cell.outputs, cell.execution_count) == ([], None)
-
-
-# ---- examples run as they are; those with other libraries in `tests/clients`
 
 
 def test_raw_loop(tiny_model, tmp_path, monkeypatch, capsys):

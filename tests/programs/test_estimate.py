@@ -160,9 +160,6 @@ def test_several_hosts(tmp_path, capsys):
     assert two["ranks"]["seconds_per_step"] >= two["ranks"]["network_seconds"] and two["ranks"]["bound"] == "network"
 
 
-# ---- with a budget, and with the memory of a host
-
-
 def test_a_plan_keeps_within_the_budget(tmp_path, capsys):
     """What is given binds it, even at its default; one that is too small names the smallest."""
     flags = [*machine(tmp_path), "--budget"]
@@ -273,8 +270,6 @@ def test_devices_days_host_memory_and_the_network_bound_the_plans(capsys):
     assert own == same < slow, "that of the hardware carries 200 Gbit/s one way"
 
 
-# ---- beside a real run
-
 ROWS, TOKENS = 4, 8
 
 
@@ -326,8 +321,6 @@ def test_each_layer_of_a_run_is_beside_the_plan(tmp_path, trace, capsys):
     assert "on one device, which has no --gpus" in refused(capsys, *plain, "--gpus", "8")
     assert "which has 32 layers (got 3 in the trace)" in refused(capsys, *plain)
 
-
-# ---- docs/planning.md has what its commands print
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 BLOCKS = re.findall(r"```bash\nhf-l2l (.*?)\n```\n\n```text\n(.*?)\n```", PAGE, re.DOTALL)

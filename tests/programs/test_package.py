@@ -53,9 +53,6 @@ def test_importing_the_package_imports_nothing_else_and_versions_are_checked_at_
     assert refused.startswith(f"hf_l2l {hf_l2l.__version__} needs torch 98 or newer (found ")
 
 
-# ---- versions
-
-
 def test_an_older_version_is_refused_and_a_newer_one_tried_with_one_warning():
     """They are compared as numbers."""
     found = version("torch")
@@ -86,9 +83,6 @@ def test_versions_and_addresses_are_the_same_everywhere():
     raw = f"{home}/main/".replace("github.com", "raw.githubusercontent.com")
     places = (f"{home}/blob/main/", f"{home}/tree/main/", raw)
     assert all(link.startswith(places if "github" in link else "https:") for link in links)
-
-
-# ---- make
 
 
 def test_tests_and_what_they_start_see_no_gpu():

@@ -41,8 +41,6 @@ def files_of(folder: Path, rows: list[Row], extension: str = "csv") -> dict[str,
     }
 
 
-# ---- training and evaluation
-
 CASES = {
     "words": (glue_script.NAMED, "eval_accuracy", {0: "negative", 1: "positive"}),
     "scores": (glue_script.SCORED, "eval_mse", {0: "LABEL_0"}),
@@ -137,9 +135,6 @@ def test_a_head_of_another_size_is_refused_or_made_anew(tiny_model, tmp_path, ca
     said = capsys.readouterr().err.splitlines()[-1]
     assert "must fit a head for these labels" in said and "add --ignore_mismatched_sizes" in said
     assert trainer_of([*argv, "--ignore_mismatched_sizes"]).model.classifier.out_features == 2
-
-
-# ---- checkpoints
 
 
 def test_training_goes_on_from_a_checkpoint(tiny_model, tmp_path, caplog):

@@ -44,9 +44,6 @@ def read(file: Path) -> list[tuple[str, str, float, float]]:
     return [(rows[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
 
 
-# ---- the file
-
-
 def test_the_file_is_valid_after_every_write(tmp_path, monkeypatch):
     """It stays where it was when the folder changes; a new run replaces it. Its first span, which may be
     empty and is not drawn, begins at 0."""
@@ -88,8 +85,6 @@ def test_a_file_is_made_when_attaching(tmp_path):
     optimizer.step()
     assert list(folder.iterdir()) == [] and eps.timeline.averages() is not None
 
-
-# ---- read again
 
 ROWS = "steps,compute,upload,stash upload,host update,host update 2,waits,cuda:1 compute,cuda:1 upload".split(",")
 
@@ -158,9 +153,6 @@ def test_what_is_no_trace_is_refused(tmp_path):
             file.write_text(text)
         with pytest.raises(ValueError, match=f"measured must be a trace .*{why}"):
             traced_steps(file)
-
-
-# ---- averages
 
 
 def test_averages_are_per_step_and_since_the_last_time(monkeypatch):
@@ -372,9 +364,6 @@ def test_rows_that_cannot_be_written_do_not_end_a_training(tmp_path, caplog):
     assert [text for text in caplog.messages if f"{RUN_FILE} cannot be written" in text] == [caplog.messages[0]]
 
 
-# ---- what is read, and how it is drawn
-
-
 def loss(step: int, **more: float) -> dict[str, Any]:
     return {"step": step, "loss": 1.0, **more}
 
@@ -412,9 +401,6 @@ def test_what_is_no_state_or_no_row_is_refused(tmp_path):
     (tmp_path / RUN_FILE).write_text('{"times": 1}\n')
     with pytest.raises(ValueError, match=f"line 1 of .*{RUN_FILE} is no row of a run"):
         read_run(file)
-
-
-# ---- `hf-l2l plot` finds the newest state of a run, and draws it
 
 
 def state_of(folder: Path, step: int) -> str:

@@ -89,9 +89,6 @@ def test_layers_with_a_backward_of_their_own_train_on_the_cpu_only():
     assert "makes a graph, though it has gradients" in check_split(Case.of(reformer)).text
 
 
-# ---- the check sees what is wrong
-
-
 @dataclass(frozen=True)
 class Broken(Family):
     """A family, of which some modules compute something else while the model is attached."""
@@ -349,8 +346,6 @@ def test_bad_input_and_models_with_code_of_their_own(tmp_path, capsys, monkeypat
     assert "classes of transformers (got OwnModel" in refused(capsys, "verify", own, *trusting)
     assert ran(capsys, "inspect", own, *trusting, "--json").json["stacks"][0]["num_layers"] == 3
 
-
-# ---- the tiny copy of a config: small, with what switches behaviour, and trained as its head is
 
 LARGE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1000}
 

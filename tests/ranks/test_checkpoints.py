@@ -40,9 +40,6 @@ def assert_resumed(found: list[dict[str, Any]], whole: list[dict[str, Any]]) -> 
             assert each[what] == whole[rank][what], f"{what} of rank {rank}"
 
 
-# ---- at once
-
-
 def test_a_checkpoint_has_what_each_rank_saves_and_is_resumed(pool, tmp_path):
     """As that of transformers' Trainer, and a manifest. Dropout and drawn rows go on: each rank has its generators,
     and the loss that has not been logged yet. Of a resume, the first rank alone loads weights, whose values win when

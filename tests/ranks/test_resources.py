@@ -54,9 +54,6 @@ def test_updates_of_a_rank_have_its_cores_but_one(pool):
     assert pool(2).run(threads_of_rank) == [7, 7]
 
 
-# ---- memory
-
-
 def own_bytes() -> int:
     """Memory of this process alone that has been written."""
     return 1024 * int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1])
@@ -77,9 +74,6 @@ def test_masters_in_fp32_are_made_by_the_first_alone(pool):
     num_bytes = 4 * 4096 * 4096
     assert first > 0.4 * num_bytes and has_values  # the 16-bit weights are gone
     assert second < 0.1 * num_bytes
-
-
-# ---- values
 
 
 def loaded(folder: str) -> tuple[bool, str, str]:
@@ -113,9 +107,6 @@ def test_one_rank_loads_a_model_and_others_get_its_values(pool, tmp_path):
     assert found[0][1] == found[1][1] == digest(*model.parameters(), *model.buffers())
     assert found[0][2] == found[1][2] != found[0][1]
     assert loaded(str(tmp_path))[0], "one process loads as ever"
-
-
-# ---- a plan
 
 
 def planned(folder: str, fails: bool = False) -> dict[str, Any]:

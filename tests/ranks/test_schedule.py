@@ -49,8 +49,6 @@ def test_the_idle_share_is_what_the_formulas_say(sizes):
         assert sweep_length(*sizes) == layers + ubatches - 1
 
 
-# ---- the time of a step
-
 NOTHING = LayerSeconds(0.0, 0.0, 0.0)
 
 
@@ -175,9 +173,6 @@ def test_a_virtual_clock_takes_the_time_of_the_formula(name, ranks, where):
     run.step()
     again = ranks * 2 * machine.outside  # the formula uploads what is outside the layers in both sweeps
     assert run.busy["host memory"] * machine.dram == pytest.approx(formula.host_bytes - again)
-
-
-# ---- hosts
 
 
 def test_a_network_is_hidden_but_for_the_first_and_the_last_layer():

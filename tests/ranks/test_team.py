@@ -40,9 +40,6 @@ def opened() -> list[str]:
     return [each for each in found if each.startswith(("/memfd:hf_l2l", "socket:"))]
 
 
-# ---- the memory
-
-
 def test_the_memory_is_of_its_user_alone_and_its_size_is_sealed():
     """Whoever has the descriptor: reading memory that was made smaller would end the process. It has no name."""
     before = shared_memory()
@@ -80,9 +77,6 @@ def unsealed(num_bytes: int) -> int:
     descriptor = os.memfd_create("hf_l2l test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     return descriptor
-
-
-# ---- a team in threads of this process
 
 
 @contextmanager
@@ -149,9 +143,6 @@ def test_a_rank_that_fails_before_it_has_sent_memory_is_not_waited_for(monkeypat
         monkeypatch.setattr(teams, "new_file", fails)
         found = at_once(*(lambda each=each: each.share(100, "a test") for each in ranks))
     assert isinstance(found[1], RankFailedError) and "rank 0 has failed: it has no memory left" in str(found[1])
-
-
-# ---- who is at the other end
 
 
 @contextmanager

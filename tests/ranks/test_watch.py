@@ -31,8 +31,6 @@ from hf_l2l.runtime.stall_log import StallLog
 from rank_programs import Program, Programs
 from tiers import ALL, nightly
 
-# ---- failure
-
 
 def test_the_end_of_a_rank_ends_a_wait_with_its_number():
     with some(3, 0, 2) as ([first, last], sockets):
