@@ -50,8 +50,7 @@ LAYERS = 3
 
 
 def small_llama(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """All sizes are multiples of 64, the block of bitsandbytes: of others, its kernels for the CPU and for other
-    devices do not compute the same."""
+    """Of sizes that are no multiples of 64, kernels of bitsandbytes for the CPU compute something else."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "vocab_size": 60}
     config = hf.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)

@@ -190,8 +190,7 @@ def _two_devices() -> Iterator[None]:
 @pytest.mark.usefixtures("_two_devices")
 @pytest.mark.parametrize("case", SEVERAL)
 def test_two_devices_train_as_one_with_twice_the_rows(tmp_path, case):
-    """TRL refuses several devices by the arguments that it is made with: with its own trainers, they mean
-    `DataParallel`."""
+    """With TRL's own trainers, several devices mean `DataParallel`, which it refuses."""
     trainer, config, kind, given = SEVERAL[case]
     kinds = make_l2l_trainer(trainer), make_l2l_arguments(config)
     folder = saved(model_of(case), tmp_path)

@@ -74,8 +74,7 @@ def test_python_runs(block, tmp_path, monkeypatch, capsys):
 @needs_demo_model
 @pytest.mark.parametrize("block", WHOLE, ids=lambda block: block.name)
 def test_all_rows_run(block, tmp_path):
-    """Each block that is shortened elsewhere, or that asks for the simulated accelerator, as it is, in a process of
-    its own."""
+    """Each block that is shortened elsewhere, or simulates a device, as it is, in a process of its own."""
     env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
     call = [sys.executable, "-c", block.code]
     ran = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
@@ -93,8 +92,7 @@ def test_few_blocks_are_not_run_or_shortened_and_say_why():
 
 
 def test_commands_are_understood(tmp_path, monkeypatch):
-    """Those in blocks of bash; and the targets and scripts of those within sentences, which leave out what depends on
-    the reader."""
+    """Those in blocks of bash; and the targets and scripts of those within sentences."""
     monkeypatch.chdir(tmp_path)
     has_datasets = importlib.util.find_spec("datasets") is not None
     for file in DOCUMENTS:

@@ -95,8 +95,7 @@ def check_trainer(
 
 
 def assert_same(found: Training, expected: Training, tolerance: float | None) -> None:
-    """Logs and weights are the same: to the bit with a `tolerance` of None, else within `tolerance`, relative and
-    absolute."""
+    """Logs and weights have the same bits, or are within a `tolerance`, relative and absolute."""
     if tolerance is None:
         assert found.logs == expected.logs
         assert_same_bits(found.weights, expected.weights)

@@ -307,8 +307,7 @@ def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
 
 
 def failed_generation(folder: str, options: dict[str, Any], what: str = "generators") -> dict[str, Any]:
-    """A training in which rank 1 cannot write its part of the fourth generation: the files, or the values; or cannot
-    read what its part is; or in which rank 0 cannot look into the folder when that one is in its place."""
+    """A training in which rank 1 cannot write or read its part of the fourth generation, or rank 0 its folder."""
     fresh()
     made = Failing(model=bert(), args=arguments(folder, options, layered=True), train_dataset=Rows(70, "classes"))
     made.where = 0 if what == "folder" else 1, what

@@ -252,8 +252,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a call whose worker measures nothing: one part never ends, one ends its process, and so do two
-    tests out of three. With QUICK all parts end at once."""
+    """The folder of a call whose worker measures nothing; with QUICK all parts end at once."""
     (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setattr(gpu, "WORKER", tmp_path / "stub.py")
     return tmp_path / "out"

@@ -210,8 +210,7 @@ def test_a_budget_that_one_setting_meets_is_no_error():
 
 
 def test_bad_input_is_one_sentence(tmp_path, capsys):
-    """Those of the program's table of refusals (refusal_commands.py) aside. T5 cannot make inputs of its decoder
-    without the token that begins them."""
+    """What is not in the table of refusals. T5 has no inputs without the token that begins those of its decoder."""
     source = written(tmp_path / "model", SMALL)
     for flags, said in (
         (["--l2l_boundary", "host"], "--l2l_boundary host passes what is in the stash"),

@@ -174,8 +174,7 @@ def test_training_goes_on_from_a_checkpoint(tiny_model, tmp_path, caplog):
 
 
 def test_of_checkpoints_of_two_trainings_that_of_the_later_one_is_chosen(tmp_path, caplog):
-    """And a damaged one is told of, as `L2LTrainer` does. Where all are interrupted, one line says so
-    (refusal_commands.py)."""
+    """And a damaged one is told of, as `L2LTrainer` does."""
     out = tmp_path / "out"
     for step, run in ((6, "first"), (2, "second"), (4, "second")):
         folder = out / f"checkpoint-{step}"

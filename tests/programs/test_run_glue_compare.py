@@ -227,8 +227,7 @@ def test_a_folder_is_read(tmp_path):
 
 
 def test_rows_have_both_values_their_difference_and_their_ratio():
-    """Times and counts of an evaluation are not compared, nor speeds of a simulated device. What is no number, or not
-    there, is none."""
+    """Times of an evaluation and speeds of a simulated device are not compared."""
     document = compared(run(METRICS), run(OTHERS))
     assert cells(document, "train_loss") == (0.5, 0.5, 0.0, 1.0)
     assert cells(document, "eval_accuracy") == (0.75, 0.5, -0.25, 0.5 / 0.75)

@@ -45,8 +45,7 @@ def read(file: Path) -> list[tuple[str, str, float, float]]:
 
 
 def test_the_file_is_valid_after_every_write(tmp_path, monkeypatch):
-    """It stays where it was when the folder changes; a new run replaces it. Its first span, which may be
-    empty and is not drawn, begins at 0."""
+    """It stays where it was when the folder changes; a new run replaces it. It begins at its first span."""
     monkeypatch.chdir(tmp_path)
     trace = TraceFile("trace.json", "a title", ("above", "below"))
     file = tmp_path / "trace.json"
@@ -156,8 +155,7 @@ def test_what_is_no_trace_is_refused(tmp_path):
 
 
 def test_averages_are_per_step_and_since_the_last_time(monkeypatch):
-    """Reading weights outside of a sweep is no stall, nor an upload of an evaluation; a batch that was thrown away
-    belongs to the step after it."""
+    """What is outside of a sweep is no stall; a batch that was thrown away belongs to the next step."""
     clock = types.SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=lambda: clock.seconds))
     line = Timeline(HOST)

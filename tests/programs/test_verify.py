@@ -127,8 +127,7 @@ def test_a_wrong_model_is_red_in_every_check_of_its_outputs():
 
 
 def test_an_engine_that_is_wrong_is_red_in_the_check_of_what_is_wrong(monkeypatch):
-    """An error, which is said in one line; logits that are half as large again, and choose the same tokens; a batch
-    that is not split, and nothing says why; sums outside the layers that are twice as large."""
+    """Logits that are half as large again choose the same tokens; nothing says why a batch is not split."""
 
     def raising(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         raise RuntimeError("two\nlines")
@@ -175,8 +174,7 @@ def test_what_depends_on_micro_batches_is_noted_and_no_warning_and_no_setting_re
 
 
 def test_a_refusal_is_an_error_of_the_package_with_its_text():
-    """An error of a builtin is none, though it is a ValueError with a frame of the engine on top; an interrupt is not
-    caught."""
+    """A ValueError of a builtin in a frame of the engine is none; an interrupt is not caught."""
     with (caught := Caught(refused="must not")):
         raise ValueError("a layer must not do this")
     assert caught.result == Result("refused", "refused: a layer must not do this")
@@ -278,8 +276,7 @@ def test_a_model_that_is_exact(tmp_path, capsys):
 
 
 def test_a_model_that_differs_or_is_refused(tmp_path, capsys, monkeypatch):
-    """Gradients of layers are twice what they should be, or wrong by rounding; or the engine refuses the model. Two
-    checks show it."""
+    """Gradients of layers are twice what they should be, or wrong by rounding; or the engine refuses the model."""
     source = written(tmp_path, LLAMA)
     monkeypatch.setattr("hf_l2l.cli.verify.COMPARED", ("gradients",))
 

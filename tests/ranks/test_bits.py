@@ -86,8 +86,7 @@ def test_ranks_have_the_bits_of_one_process(pool, place, name, mode, accumulated
 
 @pytest.mark.parametrize(("name", "sim"), [("t5", False), *more(("albert", True))])
 def test_what_is_called_several_times(pool, name, sim):
-    """One process adds call after call, a rank all its calls and then those of the ranks: the same to rounding. T5 has
-    an embedding and a position bias that several calls use."""
+    """One process adds call after call, a rank all its calls and then those of the ranks: the same to rounding."""
     found = pool(2, sim=sim).run(trained, name, {"eps_update": "deferred"}, 2)
     alone = pool(1, sim=sim).run(trained, name, {"eps_update": "deferred"}, 2)[0]
     assert found[0]["norms"] == found[1]["norms"] == pytest.approx(alone["norms"], rel=1e-4)

@@ -65,8 +65,7 @@ def test_a_checkpoint_has_what_each_rank_saves_and_is_resumed(pool, tmp_path):
 
 @nightly
 def test_on_devices_the_state_is_loaded_to_the_host(pool, tmp_path):
-    """transformers loads it to the device of each of several processes. Each rank has its share of the devices, two of
-    four, and their generators."""
+    """Each rank has its share of the devices, two of four, and their generators."""
     options = {**SHORT, "use_cpu": False, "per_device_train_batch_size": 2}
     whole = pool(2, sim=True).run(trained, "dropout", "l2l", str(tmp_path / "run"), options)
     assert [each["devices"] for each in whole] == [["sim:0", "sim:2"], ["sim:1", "sim:3"]]
@@ -127,8 +126,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_fails_in_all(pool, tmp_path, wh
 
 
 def saved_apart(folder: str) -> list[str]:
-    """The errors of a training whose second rank does not see what the first one writes, as on a host with a disk of
-    its own; and of one in which each rank would look for a batch size."""
+    """The errors of a rank that does not see what the first one writes; and of one that looks for a batch size."""
     is_dir, own = Path.is_dir, distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", lambda path: is_dir(path) and (own == 0 or "_l2l-saving" not in path.name))
@@ -151,8 +149,7 @@ def test_hosts_without_a_common_file_system_and_what_one_rank_would_do_alone_are
 
 @contextmanager
 def slow_disk(*, until_copied: bool = False) -> Iterator[list[Snapshot]]:
-    """Inside, checkpoints take some time; with `until_copied`, the first one waits for an update that has to copy a
-    layer. Lists what is written."""
+    """Inside, checkpoints take time; with `until_copied`, the first one waits for an update that copies a layer."""
     take = Snapshot.next_group
     found: list[Snapshot] = []
 
@@ -219,9 +216,7 @@ def test_ranks_write_generations_beside_the_steps(pool, tmp_path, after, every):
     ("errors", "what"), [("stop", "values"), ("warn", "folder"), *more(("warn", "part"), ("warn", "generators"))]
 )
 def test_a_generation_that_one_rank_cannot_write_is_missing_for_all(pool, tmp_path, errors, what):
-    """All ranks end with its error, or all go on; the one before is whole, and nothing else is left. Where rank 0
-    cannot look into the folder, the generation is in its place, and all ranks begin the next one after the same
-    step."""
+    """All end with its error, or go on; the one before is whole. A folder that cannot be read changes nothing."""
     options = {**REALTIME, "l2l_realtime_checkpoint": str(tmp_path / "now"), "max_steps": 6}
     options["l2l_realtime_errors"] = errors
     for found in pool(2).run(failed_generation, str(tmp_path / "run"), options, what):
@@ -240,8 +235,7 @@ def trained_and_doing(do: Callable[[SharedEagerParamServer], None], folder: str,
 
 
 def interrupted(folder: str, options: dict[str, Any]) -> tuple[str, list[str], int]:
-    """A training that ends by an error in all ranks while a checkpoint is being written: the error, what is left in
-    its folder, and how many threads save."""
+    """The error that ends a training while a checkpoint is written, what is left, and how many threads save."""
 
     def failing(eps: SharedEagerParamServer) -> None:
         if eps.saving is not None:
@@ -311,8 +305,7 @@ def told() -> list[bool]:
 
 
 def test_ranks_know_what_the_others_have_secured(pool):
-    """A group, then all; what is true of a checkpoint is true of those before it. A snapshot that is stopped writes no
-    more, and tells that all values may change."""
+    """What is true of a checkpoint is true of those before it. A stopped snapshot lets all values change."""
     assert pool(2).run(told) == [[False, False, False, True, True, False, False]] * 2
     stopped: list[int | None] = []
     snapshot = Snapshot([[], []], room=0, secured=stopped.append)

@@ -79,8 +79,7 @@ def check_others(found: list[tuple[bool, Any]], text: str, *, may_be_ended: bool
     ],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_others(pool, sent, place, size):
-    """Its processes are gone afterwards, and none of their memory is left. A simulated device lets its host wait for a
-    collective: such a rank is ended."""
+    """Nothing is left of it. One whose device lets its host wait for a collective is ended."""
     sim, hosts, options = PLACES[place]
     ranks = pool(size, sim=sim)
     ranks.run(on_hosts, hosts, training, 2, 60.0, "", options)  # so that what is imported at first is there

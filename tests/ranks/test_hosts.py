@@ -83,8 +83,7 @@ def state_of_hosts() -> dict[str, Any]:
 
 
 def test_each_host_has_its_share_of_the_state_and_all_who_asks(pool):
-    """For a checkpoint, the first host alone gets the state of all. What was loaded can be asked for again. A detached
-    model has all."""
+    """The first host alone gets it for a checkpoint; what was loaded can be asked for again."""
     a, b = pool(2).run(on_hosts, 2, state_of_hosts)
     for step in range(2):
         shares = [each["sizes"][f"step {step}"] for each in (a, b)]
@@ -117,8 +116,7 @@ def test_a_rank_that_detaches_alone_is_warned_that_it_has_a_part(pool):
 
 
 def calls_and_reads() -> tuple[int, list[str]]:
-    """How often this rank has asked its counterparts when a state was gathered on the first host; errors of gradients
-    that are read, which other hosts have."""
+    """How often this rank has asked its counterparts for a state; errors of reading gradients that others have."""
     run = Ranked(eps_update="serial")
     run.steps([0])
     counterparts = run.eps.team.counterparts
@@ -171,8 +169,7 @@ def test_a_backward_of_fewer_layers_is_not_taken_for_another_one(pool):
 
 
 def frozen_in_accumulation() -> tuple[str, list[float], list[tuple[int, int]]]:
-    """Steps of two micro-batches, in the second of which the embeddings are frozen: digest of the weights, norms of
-    the gradients, and, after each backward, how many calls wait for the end of this rank and the bytes of its sums."""
+    """Weights, norms, and calls that wait and bytes of sums, when embeddings are frozen between micro-batches."""
     run, norms, waiting = Ranked(eps_update="deferred"), [], []
     for step in range(3):
         for micro in range(2):
@@ -195,8 +192,7 @@ def test_what_is_frozen_within_an_accumulation_keeps_its_sum(pool):
 
 
 def given_up() -> tuple[list[str], int]:
-    """Threads of the package, and maps of shared memory, that are left of a model which was given up without
-    `detach_l2l`."""
+    """Threads and maps of shared memory that are left of a model which was given up without `detach_l2l`."""
     gc.collect()
     before, maps = own_threads(), mapped()
     run = Ranked(eps_update="deferred")

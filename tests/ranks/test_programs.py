@@ -116,8 +116,7 @@ def loaded_after_a_step() -> Any:
 
 
 def changed(what: str) -> Any:
-    """Parameters with rows that are updated by all ranks, and others, are frozen, or lose their state in between;
-    "later" is for some that are frozen when a state of all is loaded, and trained again after it."""
+    """Rows that all ranks update, and others, are frozen or lose their state; or are frozen when a state is loaded."""
     run = Ranked("large", **DEFERRED)
     model, eps, parameters = run.model, run.eps, list(run.model.parameters())
     for step in range(4 if what == "frozen" else 8):
@@ -230,8 +229,7 @@ def test_one_rank_is_enough_to_be_against_a_step(pool):
 
 
 def ended_and_expected() -> tuple[list[bool], list[str]]:
-    """Whether tasks of other ranks are over when masters are ordinary parameters again; and the gradients that are
-    expected after steps that use other layers each."""
+    """Whether tasks of other ranks are over when masters are ordinary again; and the gradients that are expected."""
     ends: list[bool] = []
     end = Master.end_update
 
@@ -252,8 +250,7 @@ def ended_and_expected() -> tuple[list[bool], list[str]]:
 
 
 def test_updates_of_other_ranks_are_not_over_too_late_and_layers_keep_their_place(pool):
-    """Else the next update of them could begin before, and be taken for the one that has ended. What a step leaves out
-    keeps its place among the gradients."""
+    """Else the next update could begin before, and be taken for the one that has ended."""
     for ends, order in pool(2).run(ended_and_expected):
         assert ends and not any(ends)
         assert order == [f"layers.{n}" for n in (3, 2, 1, 0)] + ["small parameters in no layer"]
@@ -286,8 +283,7 @@ def test_work_is_shared_among_what_is_trained(pool):
 
 
 def under_accelerate(engine: bool, alone: bool = False) -> tuple[str, list[torch.Tensor]]:
-    """Two batches under Accelerate, as one step of all ranks (`accumulate`), or as two of each rank (`LocalSGD`): the
-    error, and weights."""
+    """The error, and weights, of a step of all ranks (`accumulate`), or of two steps of each rank (`LocalSGD`)."""
     fresh()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if alone else 2)
     model = tiny_bert(dropout=0.0, layers=2)

@@ -69,8 +69,7 @@ def test_without_transfers_it_is_the_formula(sizes, forward, backward):
 
 
 def test_what_sets_the_pace():
-    """Each link carries its layers; two that are in slots are not uploaded again, which this leaves out. The update is
-    hidden under the next forward as far as that lasts, which is shorter on more devices."""
+    """Each link carries its layers. An update is hidden as far as the next forward lasts, which devices shorten."""
     slow = [layer(up=20.0, down=20.0)] * 16
     one, four = (step_time(slow, NOTHING, devices, 8) for devices in (1, 4))
     assert one.forward == pytest.approx(15 * 20 + 20 + 8) and one.forward > 2 * 16 * 8
@@ -162,8 +161,7 @@ def test_the_document_has_the_table_of_the_formula():
     ("name", "ranks", "where"), combinations(MACHINES, [2, 8, *more(16, 32, 64)], WHERE, together=1)
 )
 def test_a_virtual_clock_takes_the_time_of_the_formula(name, ranks, where):
-    """The formula has no waits for slots, and no transfers that come at the same time: it is farthest from the clock
-    where devices and host memory take equally long."""
+    """They are farthest apart where devices and host memory take equally long."""
     machine, options = MACHINES[name], {"on_devices": WHERE[where]}
     clock, formula = on_clock(machine, ranks, **options), machine.by_formula(ranks, **options)
     clocked = ranks * on_clock(machine, 1).seconds / clock.seconds
@@ -176,8 +174,7 @@ def test_a_virtual_clock_takes_the_time_of_the_formula(name, ranks, where):
 
 
 def test_a_network_is_hidden_but_for_the_first_and_the_last_layer():
-    """The sums of the first layer, and its weights: half of 600 bytes each. What is outside the layers crosses alone.
-    A slow network is all that counts: sums after the first layer that is computed, and weights before the last one."""
+    """Half of 600 bytes each; what is outside the layers crosses alone. A slow network is all that counts."""
     load = HostsLoad(forward=12.0, backward=24.0, layers=[600] * 12 + [0])
     assert hosts_seconds(load, 2, 3000) == pytest.approx(12 + 24 + 2 * 0.1)
     assert hosts_seconds(load._replace(layers=[600] * 12 + [6000]), 2, 3000) == pytest.approx(36 + 2 * 0.1 + 2 * 1.0)

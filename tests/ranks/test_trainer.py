@@ -50,8 +50,7 @@ def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, model, options
     ("options", "steps"), [({}, 2), *more(({"cmp": "fp16"}, 1), ({"eps_update": "eager", **UNCLIPPED}, 2))]
 )
 def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path, options, steps):
-    """Its batches are those of the ranks in turn. Each rank draws its dropout from the same seed: it is left out.
-    Losses are logged as means of ranks, and as sums, which are rounded in another order."""
+    """Without dropout, which each rank draws. Losses are rounded in another order."""
     options = {**DEFERRED, "l2l_merge_accumulation": "off", "max_steps": 3, **options}
     alone = {**options, "gradient_accumulation_steps": 2 * steps}
     expected = pool(1).run(trained, "llama", "l2l", str(tmp_path / "alone"), alone)[0]
@@ -63,8 +62,7 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path,
 
 
 def test_batches_that_ranks_accumulate(pool, tmp_path):
-    """They are not merged, and a warning says so. DistributedDataParallel first adds those of a rank, and then the
-    ranks; here all ranks are added in each: equal to rounding."""
+    """They are not merged, a warning says; DistributedDataParallel adds them in another order: equal to rounding."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 2}
     found = pool(2).run(trained, "llama", "l2l", str(tmp_path / "l2l"), {**options, **DEFERRED})
     assert found[0]["weights"] == found[1]["weights"]
@@ -137,8 +135,7 @@ EACH = {"l2l_noise_scale_every": "1"}
 
 @nightly
 def test_the_noise_scale_is_that_of_all_ranks(pool, tmp_path):
-    """In one process that accumulates the batches of the ranks in turn, they weigh the same: ranks divide by the
-    tokens of all of them."""
+    """Batches weigh the same in one process that accumulates them: ranks divide by the tokens of all."""
     options = {**NOISE, **EACH, "l2l_merge_accumulation": "off", "learning_rate": 0.0, "max_steps": 3}
     options |= {"logging_steps": 2}
     alone = {**options, "gradient_accumulation_steps": 2}
@@ -210,8 +207,7 @@ def test_accelerate_launch(tmp_path):
 
 @nightly
 def test_torchrun_goes_on_after_a_rank_was_killed(tmp_path):
-    """From the last whole checkpoint, or from the newest generation, to the bits of an unbroken training. The rank is
-    killed in step 5, whose generation is not written any more: step 4 is the newest whole one."""
+    """From the last checkpoint, or from the generation of step 4: the rank is killed in step 5."""
     again = [*TORCHRUN, "--max-restarts", "1"]
     whole = results(started(TORCHRUN, tmp_path / "whole"))
     assert whole[:2] == ["2", "6"] and (tmp_path / "whole" / "checkpoint-6" / "rng_state_1.pth").is_file()
