@@ -84,7 +84,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(pool, sent, place, size):
     ranks = pool(size, sim=sim)
     ranks.run(on_hosts, hosts, training, 2, 60.0, "", options)  # so that what is imported at first is there
     pids = [process.pid for process in ranks.processes]
-    limit_s = 2.0 if sent == signal.SIGSTOP else 4.0
+    limit_s = 2.0 if sent == signal.SIGSTOP else 8.0 if hosts > 1 else 4.0  # in which a call to the lost rank fails
     ranks.begin(on_hosts, hosts, training, 10**6, limit_s, "", options)
     time.sleep(0.5)
     os.kill(pids[1], sent)
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(pool, sent, place, size):
         os.kill(pids[1], signal.SIGKILL)
     else:
         found = ranks.results()
-    assert time.monotonic() - began < 8.0, "the limit, and what a busy machine takes"
+    assert time.monotonic() - began < 2 * limit_s + 4, "the limit, and what a busy machine takes"
     ranks.close()
     for pid in pids:
         maps = Path(f"/proc/{pid}/maps")
