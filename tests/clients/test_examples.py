@@ -1,7 +1,8 @@
-"""Examples that need other libraries run as they are, at tiny size."""
+"""Examples, and blocks of the README, that need other libraries run as they are, at tiny size."""
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -16,8 +17,9 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-from client_models import bert, saved, sentence
+from client_models import bert, saved, sentence, tokenizer
 from clients import assert_same_bits, on_sim, start_again
+from documents import ROOT, blocks
 from examples import run_example
 from hf_l2l.testing import enable_simulated_accelerator
 from training import settled_memory
@@ -31,22 +33,15 @@ def test_sft_trl(tmp_path, datasets_cache, monkeypatch):
     hf.AutoModelForCausalLM.from_pretrained(tmp_path / "output" / "sft")
 
 
-def test_lora(tmp_path, datasets_cache, monkeypatch, capsys):
+@pytest.mark.parametrize("rows", ["of the demo", "of one's own"])
+def test_lora(tmp_path, datasets_cache, monkeypatch, capsys, rows):
     given = ["--model", saved(bert(), tmp_path / "model"), "--eval_strategy", "steps"]
+    if rows == "of one's own":
+        (tmp_path / "rows.csv").write_text("sentence,label\n" + "w1 w2,1\nw3 w4,0\n" * 10)
+        given += ["--data", str(tmp_path / "rows.csv")]
     run_example(monkeypatch, tmp_path, "lora.py", *given, *SMALL, *QUIET)
     assert "eval_accuracy" in capsys.readouterr().out
     peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "output" / "lora")
-
-
-def test_lora_on_rows_of_ones_own(tmp_path, datasets_cache, monkeypatch, capsys):
-    rows = tmp_path / "rows.csv"
-    rows.write_text("sentence,label\n" + "w1 w2,1\nw3 w4,0\n" * 10)
-    given = ["--model", saved(bert(), tmp_path / "model"), "--data", str(rows)]
-    run_example(monkeypatch, tmp_path, "lora.py", *given, *SMALL, *QUIET, "--eval_strategy", "steps")
-    assert "eval_accuracy" in capsys.readouterr().out
-
-
-# ---- a contrastive batch of 512
 
 
 @pytest.fixture
@@ -69,18 +64,12 @@ def contrastive(tmp_path, datasets_cache, monkeypatch):
     return trained
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_whole_batch_of_64_is_trained_as_by_the_plain_trainer(contrastive, dropout):
-    plain = contrastive("--plain", "--batch", "64", dropout=dropout)
-    assert_same_bits(contrastive("--batch", "64", "--ubatch", "0", dropout=dropout), plain)
-
-
-def test_a_batch_of_64_in_micro_batches_is_trained_to_rounding(contrastive):
-    """Without dropout, which would draw other masks."""
-    plain = contrastive("--plain", "--batch", "64")
-    found = contrastive("--batch", "64", "--ubatch", "16")
-    for name, value in plain.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
+def test_a_batch_of_64_is_trained_as_by_the_plain_trainer(contrastive):
+    """A whole one to the bit; one in micro-batches to rounding, without dropout, which would draw other masks."""
+    plain = contrastive("--plain", "--batch", "64", dropout=0.3)
+    assert_same_bits(contrastive("--batch", "64", "--ubatch", "0", dropout=0.3), plain)
+    plain, found = contrastive("--plain", "--batch", "64"), contrastive("--batch", "64", "--ubatch", "16")
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.skipif(not on_sim(), reason="limits the memory of the simulated accelerator")
@@ -100,3 +89,19 @@ def test_only_layer_to_layer_a_batch_of_512_fits(contrastive):
             contrastive("--plain", "--batch", "512")
     finally:
         enable_simulated_accelerator(None)
+
+
+def test_a_decoder_with_trl(tmp_path, datasets_cache, monkeypatch):
+    [code] = [block.code for block in blocks(ROOT / "README.md", "python") if "from trl import" in block.code]
+    sizes = {"vocab_size": len(tokenizer()), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    saved(model, tmp_path / "Qwen" / "Qwen2.5-7B")
+    data = tmp_path / "trl-lib" / "Capybara"
+    data.mkdir(parents=True)
+    talk = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
+    (data / "train.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 20)
+    monkeypatch.chdir(tmp_path)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    after = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "output").state_dict()
+    assert any(not weight.equal(before[name]) for name, weight in after.items())

@@ -1,7 +1,7 @@
 """Links of the documents lead somewhere, and what they show runs: Python, and commands as far as their parsers.
 
 A block of Python on the simulated accelerator is run by tests/sim/test_programs.py, one with TRL by
-tests/clients/test_readme_blocks.py.
+tests/clients/test_examples.py.
 """
 
 from __future__ import annotations
@@ -14,24 +14,9 @@ import sys
 
 import pytest
 
+import documents
 from documented_commands import YOURS, check, commands
-from documents import (
-    DOCS,
-    DOCUMENTS,
-    NOTEBOOKS,
-    PAGES,
-    PYTHON,
-    README,
-    RESULTS,
-    ROOT,
-    SHORTER,
-    blocks,
-    is_simulated,
-    links,
-    run,
-    text_of,
-    why_it_leads_nowhere,
-)
+from documents import DOCS, DOCUMENTS, PYTHON, README, ROOT, SHORTER, blocks, is_simulated, run, text_of
 from glue_script import needs_datasets, needs_demo_model
 from option_table import option_table, table_in
 from tiers import nightly
@@ -47,8 +32,9 @@ WHOLE = [block for block in RUN if is_simulated(block) or any(setting in block.c
 
 
 def test_links_lead_somewhere_and_pages_and_tests_that_are_named_are_there():
-    files = [*DOCUMENTS, *RESULTS, *NOTEBOOKS]
-    nowhere = {(file.name, link): why_it_leads_nowhere(file, link) for file in files for link in links(file)}
+    files = [*DOCUMENTS, *documents.RESULTS, *documents.NOTEBOOKS]
+    why_not = documents.why_it_leads_nowhere
+    nowhere = {(file.name, link): why_not(file, link) for file in files for link in documents.links(file)}
     assert {link: why for link, why in nowhere.items() if why} == {}
     for link, why in (
         ("memory.md#every-byte-by-name", None),
@@ -57,21 +43,17 @@ def test_links_lead_somewhere_and_pages_and_tests_that_are_named_are_there():
         ("https://arxiv.org/abs/2002.05645", None),
         ("https://github.com/someone/hf_l2l/blob/main/docs/nowhere.md", "no such file"),
     ):
-        assert why_it_leads_nowhere(DOCS / "speed.md", link) == why
+        assert why_not(DOCS / "speed.md", link) == why
     named = re.findall(r"^ *- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(named) == [file.name for file in PAGES], "of the site"
-    tests = {
-        name for file in DOCUMENTS for name in re.findall(r"`(?:tests/)?((?!tests/)\w+/test_\w+\.py)`", text_of(file))
-    }
+    assert sorted(named) == [file.name for file in documents.PAGES], "of the site"
+    text = "".join(map(text_of, DOCUMENTS))
+    tests = re.findall(r"`(?:tests/)?((?!tests/)\w+/test_\w+\.py)`", text)
     assert [name for name in tests if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_the_table_of_options_is_what_their_fields_say():
     """Else run: PYTHONPATH=. python tests/helpers/option_table.py"""
     assert table_in(text_of(DOCS / "options.md")) == option_table()
-
-
-# ---- blocks of Python
 
 
 @needs_datasets
@@ -92,17 +74,10 @@ def test_python_runs(block, tmp_path, monkeypatch, capsys):
 @needs_demo_model
 @pytest.mark.parametrize("block", WHOLE, ids=lambda block: block.name)
 def test_all_rows_run(block, tmp_path):
-    """Each block that is shortened elsewhere, or that asks for the simulated accelerator, as it is, in a process of
-    its own."""
-    ran = subprocess.run(
-        [sys.executable, "-c", block.code],
-        cwd=tmp_path,
-        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    """Each block that is shortened elsewhere, or simulates a device, as it is, in a process of its own."""
+    env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    call = [sys.executable, "-c", block.code]
+    ran = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert ("evaluate()" in block.code) == ("'eval_loss'" in ran.stdout)
     if block.file == README:
@@ -116,12 +91,8 @@ def test_few_blocks_are_not_run_or_shortened_and_say_why():
     assert all(any(setting in block.code for block in PYTHON) for setting in SHORTER)
 
 
-# ---- commands
-
-
 def test_commands_are_understood(tmp_path, monkeypatch):
-    """Those in blocks of bash; and the targets and scripts of those within sentences, which leave out what depends on
-    the reader."""
+    """Those in blocks of bash; and the targets and scripts of those within sentences."""
     monkeypatch.chdir(tmp_path)
     has_datasets = importlib.util.find_spec("datasets") is not None
     for file in DOCUMENTS:

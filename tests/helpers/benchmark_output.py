@@ -1,22 +1,8 @@
-"""What benchmarks print: the message that refuses options, and the table of a document."""
+"""What benchmarks print: the table of a document."""
 
 from __future__ import annotations
 
 import re
-
-import pytest
-
-
-def refused(main, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one message with which a benchmark refuses its options."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    errors = [line for line in printed.err.splitlines() if ": error: " in line]
-    assert len(errors) == 1
-    return errors[0].split(": error: ")[1]
 
 
 def columns(text: str) -> list[list[str]]:

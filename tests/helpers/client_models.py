@@ -25,15 +25,10 @@ def tokenizer() -> hf.PreTrainedTokenizerFast:
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
     fast = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad", "unk", "cls", "sep", "mask", "bos", "eos"), SPECIAL, strict=False))
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=fast,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        bos_token="<s>",
-        eos_token="</s>",
+        **{f"{name}_token": token for name, token in names.items()},
         model_max_length=64,
         chat_template=CHAT_TEMPLATE,
         model_input_names=["input_ids", "attention_mask"],
@@ -44,14 +39,11 @@ def sentence(draws: random.Random, least: int = 3, most: int = 7) -> str:
     return " ".join(draws.choices(WORDS, k=draws.randint(least, most)))
 
 
-def _ids(of: hf.PreTrainedTokenizerFast) -> dict[str, Any]:
-    return {"pad_token_id": of.pad_token_id, "bos_token_id": of.bos_token_id, "eos_token_id": of.eos_token_id}
-
-
 def llama(kind: type[nn.Module] = hf.LlamaForCausalLM, **more: Any) -> nn.Module:
     """A Llama whose weights are the same at every call."""
     words = tokenizer()
-    config = {**SIZES, **_ids(words), "vocab_size": len(words), "num_key_value_heads": 1, **more}
+    ids = {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = {**SIZES, **ids, "vocab_size": len(words), "num_key_value_heads": 1, **more}
     return _seeded(kind, hf.LlamaConfig(**config, max_position_embeddings=64))
 
 

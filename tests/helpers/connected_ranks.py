@@ -27,26 +27,32 @@ def connected(count: int) -> Sockets:
 
 
 @contextlib.contextmanager
-def met(count: int, timeout_s: float = LONG_S) -> Iterator[list[Peers]]:
-    """So many ranks."""
-    ranks = [Peers(rank, sockets, timeout_s) for rank, sockets in connected(count).items()]
+def some(count: int, *numbers: int, timeout_s: float = LONG_S) -> Iterator[tuple[list[Peers], Sockets]]:
+    """The ranks of these numbers, and the sockets of all: the test plays the others."""
+    sockets = connected(count)
+    ranks = [Peers(number, sockets[number], timeout_s) for number in numbers]
     try:
-        yield ranks
+        yield ranks, sockets
     finally:
         for each in ranks:
             each.close()
+        for number in set(sockets).difference(numbers):
+            for raw in sockets[number].values():
+                raw.close()
+
+
+@contextlib.contextmanager
+def met(count: int) -> Iterator[list[Peers]]:
+    """So many ranks."""
+    with some(count, *range(count)) as (ranks, _):
+        yield ranks
 
 
 @contextlib.contextmanager
 def one_and_raw(timeout_s: float = LONG_S) -> Iterator[tuple[Peers, socket.socket]]:
     """Rank 0, and the socket of rank 1, which the test plays."""
-    sockets = connected(2)
-    rank = Peers(0, sockets[0], timeout_s)
-    with sockets[1][0] as raw:
-        try:
-            yield rank, raw
-        finally:
-            rank.close()
+    with some(2, 0, timeout_s=timeout_s) as ([rank], sockets):
+        yield rank, sockets[1][0]
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -76,16 +82,12 @@ def until(is_true: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-def until_failed(rank: Peers, why: str = "") -> RankFailedError:
+def until_failed(rank: Peers) -> RankFailedError:
     """The error that `check` raises soon."""
 
-    def fails() -> bool:
-        try:
-            rank.check(why)
-        except RankFailedError as error:
-            found.append(error)
-        return bool(found)
-
-    found: list[RankFailedError] = []
-    until(fails)
-    return found[0]
+    until(lambda: rank.has_failed)
+    try:
+        rank.check()
+    except RankFailedError as error:
+        return error
+    raise AssertionError("no error is raised")

@@ -37,7 +37,9 @@ def check(words: list[str]) -> None:
     if ">" in words:
         words = words[: words.index(">")]
     program, given = words[0], words[1:]
-    if program in _CHECKS:
+    if program in ("git", "cd"):
+        assert given[0] == "clone" or program == "cd"
+    elif program in _CHECKS:
         _CHECKS[program](given)
     elif program.rpartition("/")[2] in ("python", "python3"):
         _check_python(given)
@@ -65,21 +67,11 @@ def _check_pip(given: list[str]) -> None:
         assert not asked or set(asked.split(",")) <= set(extras), word
 
 
-def _check_torchrun(given: list[str]) -> None:
-    assert get_args_parser().parse_args(given).training_script in YOURS
-
-
-def _check_accelerate(given: list[str]) -> None:
-    assert given[0] == "launch"
-    assert launch_command_parser().parse_args(given[1:]).training_script in YOURS
-
-
-def _check_git(given: list[str]) -> None:
-    assert given[0] == "clone", given
-
-
-def _check_cd(given: list[str]) -> None:
-    assert len(given) == 1
+def _check_launcher(given: list[str]) -> None:
+    """Of torchrun; of `accelerate launch`."""
+    is_accelerate = given[0] == "launch"
+    parser = launch_command_parser() if is_accelerate else get_args_parser()
+    assert parser.parse_args(given[is_accelerate:]).training_script in YOURS
 
 
 def _check_python(given: list[str]) -> None:
@@ -112,12 +104,5 @@ def _flags(script: Path) -> set[str]:
     return found
 
 
-_CHECKS = {
-    "hf-l2l": _check_hf_l2l,
-    "make": _check_make,
-    "pip": _check_pip,
-    "torchrun": _check_torchrun,
-    "accelerate": _check_accelerate,
-    "git": _check_git,
-    "cd": _check_cd,
-}
+_CHECKS = {"hf-l2l": _check_hf_l2l, "make": _check_make, "pip": _check_pip}
+_CHECKS |= {"torchrun": _check_launcher, "accelerate": _check_launcher}

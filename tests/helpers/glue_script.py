@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 import run_glue_l2l
 from hf_l2l import L2LTrainer
+from models import SMALL
 
 Row = dict[str, Any]
 
@@ -45,28 +46,17 @@ def make_tiny_model(folder: str) -> str:
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_max_length=32,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    ).save_pretrained(folder)
-    config = hf.BertConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        vocab_size=len(vocab),
-        max_position_embeddings=32,
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    fast = hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **names, model_max_length=32, model_input_names=inputs
     )
-    hf.BertModel(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    hf.BertModel(hf.BertConfig(**{**SMALL, "vocab_size": len(vocab)}, max_position_embeddings=32)).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -82,19 +72,9 @@ def write(file: Path, rows: list[Row]) -> str:
 
 def command(model: str, folder: Path, **options: object) -> list[str]:
     """A command line that trains and evaluates shortly."""
-    defaults: Row = {
-        "model_name_or_path": model,
-        "output_dir": folder / "out",
-        "do_train": True,
-        "do_eval": True,
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "ubatch_size": 2,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "use_cpu": True,
-    }
+    defaults: Row = {"model_name_or_path": model, "output_dir": folder / "out", "do_train": True, "do_eval": True}
+    defaults |= {"max_steps": 2, "per_device_train_batch_size": 4, "ubatch_size": 2, "save_strategy": "no"}
+    defaults |= {"disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
     chosen = {name: value for name, value in {**defaults, **options}.items() if value is not None}
     return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
 
@@ -122,17 +102,13 @@ def trainer_of(argv: list[str]) -> hf.Trainer:
 
 
 def results(folder: Path, split: str) -> Row:
-    found = json.loads((folder / "out" / f"{split}_results.json").read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
-    return found
+    return json.loads((folder / "out" / f"{split}_results.json").read_text(encoding="utf-8"))
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that a refused command line ends with."""
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match="2"):
         run_glue_l2l.main(argv)
-    lines = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2
-    assert len(lines) == 1
-    assert lines[0].startswith("run_glue_l2l.py: ")
-    return lines[0].removeprefix("run_glue_l2l.py: ")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("run_glue_l2l.py: ")
+    return line.removeprefix("run_glue_l2l.py: ")

@@ -96,23 +96,20 @@ class Skipping(Layers):
 
 def large() -> nn.Module:
     """A head and an embedding of more than `masters.LARGE` elements, in several pieces."""
-    config = hf.LlamaConfig(
-        **{**SMALL, "hidden_size": 64, "vocab_size": 16500}, num_key_value_heads=1, max_position_embeddings=32
-    )
-    return hf.LlamaForCausalLM(config)
+    sizes = {**SMALL, "hidden_size": 64, "vocab_size": 16500}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=32))
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank part that is trained, as in LoRA."""
+class Adapted(nn.Sequential):
+    """The output of a frozen linear layer, and of a low-rank part that is trained, as in LoRA."""
 
     def __init__(self, frozen: nn.Linear) -> None:
-        super().__init__()
-        self.frozen = frozen.requires_grad_(False)
-        self.down = nn.Linear(frozen.in_features, 2, bias=False)
-        self.up = nn.Linear(2, frozen.out_features, bias=False)
+        width = frozen.in_features, frozen.out_features
+        super().__init__(nn.Linear(width[0], 2, bias=False), nn.Linear(2, width[1], bias=False))
+        self.frozen = frozen
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.frozen(rows) + self.up(self.down(rows))
+        return self.frozen(rows) + self[1](self[0](rows))
 
 
 def adapted() -> nn.Module:
@@ -259,24 +256,16 @@ def batches_of(name: str, model: nn.Module, step: int, count: int) -> list[dict[
 def trained(
     name: str, options: dict[str, Any], size: int, steps: int = 3, accumulated: int = 1, max_norm: float | None = 0.5
 ) -> dict[str, Any]:
-    """Train with the batches of `size` ranks: in a process group this rank's, else all of them, accumulated.
+    """Train with the batches of `size` ranks: in a process group this rank's, else all of them, accumulated. Digests
+    of losses, by rank in each step, of norms, weights and state.
 
-    Args:
-        name: the model.
-        options: of `L2LConfig`; "devices" is how many devices each rank has.
-        size: the ranks.
-        steps: of the optimizer.
-        accumulated: micro-steps of each rank in a step; the order of batches is then that of the ranks in each.
-        max_norm: for clipping; None clips nothing.
-
-    Returns:
-        digests of losses, by rank in each step, of norms, weights and state; the last two also when they are saved.
+    Of `options`, "devices" is how many devices each rank has. With several `accumulated` micro-steps in a step, the
+    order of batches is that of the ranks in each. Without `max_norm` nothing is clipped.
     """
     options = dict(options)
     if count := options.pop("devices", 0):
-        options["device"] = tuple(f"sim:{rank_here() + place * size}" for place in range(count))
-        if not distributed.is_initialized():
-            options["device"] = tuple(f"sim:{place}" for place in range(count))
+        apart = size if distributed.is_initialized() else 1
+        options["device"] = tuple(f"sim:{rank_here() + place * apart}" for place in range(count))
     of = Ranked(partial(_with_other_values, MODELS[name]) if rank_here() else name, size, **options)
     model, eps = of.model, of.eps
     found: dict[str, Any] = {"losses": [], "norms": [], "p.grad": []}
@@ -296,9 +285,8 @@ def trained(
         if max_norm is not None:
             found["norms"].append(eps.clip_grad_norm_(max_norm).item())
         of.step()
-    state = of.optimizer.state_dict()["state"]
     found["weights"] = digest(*model.state_dict().values())
-    found["state"] = state_digest(state)
+    found["state"] = state_digest(of.optimizer.state_dict()["state"])
     found["skipped"] = 0 if eps.loss_scale is None else eps.loss_scale.skipped
     detach_l2l(model)
     found["detached"] = digest(*model.state_dict().values())

@@ -32,8 +32,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def forked_context() -> Any:
-    """The context whose processes are all forked from one, which runs then: it imports once what they need. It finds
-    modules in no other places than a new Python does, and says nothing of those that it does not find."""
+    """All are forked from one process, which has imported what they need, and finds modules where a new one does."""
     _CONTEXT.set_forkserver_preload(["rank_imports"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, sys.path)))
@@ -118,8 +117,7 @@ class RankPool:
             pipe.send((str(file), function, args))
 
     def results(self, but: Collection[int] = ()) -> list[Any]:
-        """Whether each rank has returned, and what; the text of the error of one that has raised, or has ended; None
-        for those that are not asked (`but`)."""
+        """Whether each rank has returned, and what, or its error; None for those that are not asked (`but`)."""
         found: list[Any] = [None] * self.size
         open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in but}
         while open_pipes:
@@ -136,11 +134,7 @@ class RankPool:
         return found
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(*args)` in all ranks, and return what each returns.
-
-        Raises:
-            RankDiedError: with the errors of all ranks, if one has raised.
-        """
+        """Call `function(*args)` in all ranks, and return what each returns. RankDiedError if one has raised."""
         self.begin(function, *args)
         found = self.results()
         if not all(is_right for is_right, _ in found):

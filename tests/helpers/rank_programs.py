@@ -16,10 +16,12 @@ from typing import Any
 
 _TOP = Path(__file__).parents[2]
 _MAIN = """
-import os, socket, sys, warnings
+import gc, os, socket, sys
 asks = socket.socket(fileno=int(sys.argv[1]))
 for name in sys.argv[2:]:
     __import__(name)
+gc.collect()
+gc.freeze()  # no collection of garbage looks at it again
 asks.send(b"ready")
 while True:
     program, given, *_ = socket.recv_fds(asks, 2**17, 16)

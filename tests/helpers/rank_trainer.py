@@ -7,6 +7,7 @@ import logging
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -23,7 +24,7 @@ from hf_l2l.checkpoint.staging import CheckpointSaveError
 from hf_l2l.hf import checkpoints, preparation
 from hf_l2l.hf.preparation import devices_of
 from hf_l2l.noise import growth
-from hf_l2l.noise import trainer_part as trainer_part_of_noise
+from hf_l2l.noise import trainer_part as noise_part
 from hf_l2l.noise.estimate import NoiseScale
 from hf_l2l.rank_saves import background
 from hf_l2l.realtime import trainer_part
@@ -35,12 +36,8 @@ from training import left_in
 SAVED: dict[str, Any] = {"eps_update": "deferred", "save_strategy": "steps", "save_steps": 2}
 SAME = ("weights", "state", "step")
 """What is the same of a training that was resumed."""
-REALTIME: dict[str, Any] = {
-    "eps_update": "deferred",
-    "save_strategy": "no",
-    "lr_scheduler_type": "constant",
-    "l2l_realtime_every": 1,
-}
+REALTIME: dict[str, Any] = {"eps_update": "deferred", "save_strategy": "no", "lr_scheduler_type": "constant"}
+REALTIME["l2l_realtime_every"] = 1
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -98,18 +95,9 @@ class OnSimulatedDevices(L2LTrainingArguments):
 
 def arguments(folder: str, options: dict[str, Any], *, layered: bool) -> Any:
     """Training arguments for a few steps on the CPU."""
-    usual = {
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.5,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
+    usual = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 4, "logging_steps": 1}
+    usual |= {"learning_rate": 1e-2, "max_grad_norm": 0.5, "save_strategy": "no"}
+    usual |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
     kind = L2LTrainingArguments if layered else hf.TrainingArguments
     kind = kind if options.get("use_cpu", True) else OnSimulatedDevices
     return kind(output_dir=folder, **{**usual, **options})
@@ -131,17 +119,8 @@ def trained(
     checkpoint: str | bool | None = None,
     evaluates: bool = False,
 ) -> dict[str, Any]:
-    """Train, and perhaps evaluate and predict; losses, norms and metrics as numbers, weights and state as digests.
-
-    Args:
-        name: the model.
-        kind: "l2l", or "hf" for transformers' Trainer.
-        folder: of the training.
-        options: training arguments.
-        rows: of the data.
-        checkpoint: what to resume from.
-        evaluates: whether it evaluates and predicts.
-    """
+    """Train, and perhaps evaluate and predict; losses, norms and metrics as numbers, weights and state as digests. The
+    kind is "l2l", or "hf" for transformers' Trainer."""
     fresh()
     make, labels = MODELS[name]
     model: nn.Module = make()
@@ -151,8 +130,7 @@ def trained(
     trainer = trainer_type(model=model, args=args, train_dataset=data, eval_dataset=Rows(13, labels))
     places: set[str] = set()
     mapped: set[bool] = set()
-    load, load_file = torch.load, safetensors.torch.load_file
-    files: list[str] = []
+    load, load_file = torch.load, Mock(wraps=safetensors.torch.load_file)
 
     def noted(file: Any, map_location: Any = None, **more: Any) -> Any:
         if str(file).endswith("optimizer.pt"):
@@ -160,16 +138,12 @@ def trained(
             mapped.add(more.get("mmap") or serialization.load.mmap)
         return load(file, map_location=map_location, **more)
 
-    def counted(file: Any, *args: Any, **more: Any) -> Any:
-        files.append(str(file))
-        return load_file(file, *args, **more)
-
     lines = Lines()
     with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "load", noted)
         # As on an accelerator: where layers run on the CPU, nobody is warned of accumulation.
         patch.setattr(preparation, "weights_travel", lambda config: config.resident != "all")
-        patch.setattr(safetensors.torch, "load_file", counted)
+        patch.setattr(safetensors.torch, "load_file", load_file)
         logging.getLogger("hf_l2l").addHandler(lines)
         trainer.train(resume_from_checkpoint=checkpoint)
         logging.getLogger("hf_l2l").removeHandler(lines)
@@ -184,15 +158,13 @@ def trained(
         "state": digest(*(each[key] for _, each in sorted(state.items()) for key in sorted(each))),
         "step": trainer.state.global_step,
         "loaded_to": sorted(places),
-        "loaded_weights": len(files),
+        "loaded_weights": load_file.call_count,
         "mapped": sorted(mapped),
         "logged": " ".join(lines.lines),
         "devices": [] if kind == "hf" else [str(each) for each in devices_of(args, None)],
         "warned": " ".join(str(each.message) for each in warned),
         "best": trainer.state.best_model_checkpoint,
-        "noise": next(
-            (each.averages for each in callbacks if isinstance(each, trainer_part_of_noise.L2LNoiseScale)), None
-        ),
+        "noise": next((each.averages for each in callbacks if isinstance(each, noise_part.L2LNoiseScale)), None),
         "wrapped": type(trainer.model_wrapped).__name__,
         "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
     }
@@ -210,17 +182,16 @@ def trained_with_other_lengths(*args: Any) -> dict[str, Any]:
     """`trained`, by ranks whose first batches would have them measure the noise scale at other steps."""
     with pytest.MonkeyPatch.context() as patch:
         if distributed.get_rank() > 0:
-            patch.setattr(trainer_part_of_noise, "ENOUGH_TOKENS", 1)
+            patch.setattr(noise_part, "ENOUGH_TOKENS", 1)
         return trained(*args)
 
 
 class _Alone(hf.TrainerCallback):
     """Logs in rank 0 alone."""
 
-    def __init__(self) -> None:
-        self.trainer: Any = None
+    trainer: Any = None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         if args.process_index == 0:
             self.trainer.log({"loss": 1.0})
 
@@ -235,7 +206,7 @@ def trained_and_growing(*args: Any) -> dict[str, Any]:
         alone.trainer = self
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_part_of_noise, "LOOKS_EVERY", 1)
+        patch.setattr(noise_part, "LOOKS_EVERY", 1)
         patch.setattr(growth, "FEWEST_MEASURED", 0)
         patch.setattr(NoiseScale, "critical_batch", property(lambda self: 100.0 if self.steps > 1 else 1.0))
         patch.setattr(L2LTrainer, "__init__", with_callbacks)
@@ -305,15 +276,14 @@ class Failing(L2LTrainer):
         super().save_model(*args, **kwargs)
 
 
-def _fails_before(patch: pytest.MonkeyPatch, made: Failing, function: str, what: str) -> None:
-    """The trainer cannot save from where it calls this function of the module that saves."""
-    original = getattr(checkpoints, function)
+def _failing_before(original: Any, made: Failing, what: str) -> Any:
+    """A function, before which the trainer cannot save."""
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         made.fail(what)
         return original(*args, **kwargs)
 
-    patch.setattr(checkpoints, function, broken)
+    return broken
 
 
 def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
@@ -324,8 +294,8 @@ def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
     made = Failing(model=bert(), args=args, train_dataset=Rows(70, "classes"), eval_dataset=Rows(13, "classes"))
     made.where = rank, what
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointSaveError) as error:
-        for function, of in (("check_room", "room"), ("write_manifest", "commit")):
-            _fails_before(patch, made, function, of)
+        for name, of in (("check_room", "room"), ("write_manifest", "commit")):
+            patch.setattr(checkpoints, name, _failing_before(getattr(checkpoints, name), made, of))
         made.train()
     found = {"error": str(error.value), "left": left_in(Path(folder))}
     made.where = -1, ""
@@ -337,21 +307,16 @@ def failed_to_save(folder: str, rank: int, what: str) -> dict[str, Any]:
 
 
 def failed_generation(folder: str, options: dict[str, Any], what: str = "generators") -> dict[str, Any]:
-    """A training in which rank 1 cannot write its part of the fourth generation: the files, or the values; or cannot
-    read what its part is; or in which rank 0 cannot look into the folder when that one is in its place."""
+    """A training in which rank 1 cannot write or read its part of the fourth generation, or rank 0 its folder."""
     fresh()
     made = Failing(model=bert(), args=arguments(folder, options, layered=True), train_dataset=Rows(70, "classes"))
     made.where = 0 if what == "folder" else 1, what
-    write, read, checkpoints_in = Region.write, background.read_regions, trainer_part.checkpoints_in
+    write, checkpoints_in = Region.write, trainer_part.checkpoints_in
 
     def written(region: Region, descriptor: int) -> None:
         if "checkpoint-4" in str(region.file):
             made.fail("values")
         write(region, descriptor)
-
-    def own_regions(*args: Any) -> Any:
-        made.fail("part")
-        return read(*args)
 
     def folders_in(run: Path) -> list[Path]:
         found = checkpoints_in(run)
@@ -366,17 +331,15 @@ def failed_generation(folder: str, options: dict[str, Any], what: str = "generat
     made.add_callback(Waits())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Region, "write", written)
-        patch.setattr(background, "read_regions", own_regions)
+        patch.setattr(background, "read_regions", _failing_before(background.read_regions, made, "part"))
         patch.setattr(trainer_part, "checkpoints_in", folders_in)
-        found = {"error": ""}
+        text = ""
         try:
             made.train()
         except CheckpointSaveError as error:
-            found = {"error": str(error)}
-    now = Path(options["l2l_realtime_checkpoint"])
-    found |= {"step": made.state.global_step}
+            text = str(error)
     distributed.barrier()  # rank 0 has let go of the folder
-    found |= {"left": sorted(path.name for path in now.iterdir())}
+    left = sorted(path.name for path in Path(options["l2l_realtime_checkpoint"]).iterdir())
     detach_l2l(made.model)
     PartialState._reset_state()
-    return found
+    return {"error": text, "step": made.state.global_step, "left": left}

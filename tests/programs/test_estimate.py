@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,30 +15,25 @@ import torch
 import transformers
 
 from cli_models import LLAMA, T5, Ran, ran, refused, written
-from hf_l2l import L2LConfig
+from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.memory.device_memory import DEVICE_NAMES
 from hf_l2l.memory.ledger import HOST_NAMES, OTHER
 from hf_l2l.plan.planner import BudgetError, needed
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.probe.figures import HardwareFigures
+from hf_l2l.report.traced_steps import traced_steps
+from hf_l2l.scale import HARDWARE
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.sizing.capacity import LORA, SETTINGS, run_with
 from hf_l2l.sizing.fit import ON_DISK, fits
+from memory_switches import forced_copies
 from tiers import nightly
 
 SMALL = {**LLAMA, "num_hidden_layers": 2}
 MACHINE = HardwareFigures(
-    device_name="a device",
-    device_memory_bytes=2**34,
-    link_up=2e10,
-    link_down=2e10,
-    link_up_both=1e10,
-    link_down_both=1e10,
-    dram=1e11,
-    adamw_by_threads={1: 1e9, 8: 4e9},
-    device_adamw=5e10,
-    flops={"fp32": 1e13, "bf16": 1e14},
+    *("a device", 2**34, 2e10, 2e10, 1e10, 1e10, 1e11, {1: 1e9, 8: 4e9}, {"fp32": 1e13, "bf16": 1e14}),
     page_locked=True,
+    device_adamw=5e10,
 )
 KNOWN: dict[tuple[str, ...], Ran] = {}
 """What calls have given that more than one test makes; files are named by their content."""
@@ -57,7 +54,8 @@ def estimated(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str, row
     return KNOWN[key]
 
 
-def test_bytes_by_name_and_by_phase_in_json_in_text_and_in_a_picture(tmp_path, capsys, monkeypatch):
+def test_bytes_by_name_and_by_phase(tmp_path, capsys):
+    assert "slots" in estimated(capsys, tmp_path).out
     found = estimated(capsys, tmp_path, "--json").json
     assert set(found["device"]) == {*DEVICE_NAMES, "total"} and set(found["host"]) == {*HOST_NAMES, "total"}
     assert found["rows"] == 4 and found["seconds_per_step"] is found["chosen"] is found["bound"] is None
@@ -67,14 +65,23 @@ def test_bytes_by_name_and_by_phase_in_json_in_text_and_in_a_picture(tmp_path, c
     for who, peak in (("l2l", found["device"]["total"]["peak"]), ("plain", found["plain"])):
         assert list(found["phases"][who]) == ["load", "attach", "train", "save", "resume"]
         assert found["phases"][who]["train"]["device"] == peak
+
+
+def test_pictures_of_an_estimate_and_of_a_plan(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    picture, source = tmp_path / "memory.png", written(tmp_path / "model", SMALL)
-    told = estimated(capsys, tmp_path, "--plot", str(picture)).out
-    assert "slots" in told and "Plain training in fp32 would need" in told
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert "a file that can be written" in refused(capsys, "estimate", source, "--plot", "/nowhere/x.png")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "needs the package matplotlib" in refused(capsys, "estimate", source, "--plot", "memory.png")
+    monkeypatch.chdir(tmp_path)
+    calls = (
+        ("estimate", written(tmp_path / "model", SMALL), "--tokens", "8", "--plot"),
+        ("plan", "X50", "--parallelism", "none", "--plot"),
+    )
+    for call, told in zip(calls, ("Plain training in fp32 would need", "X50: "), strict=True):
+        assert told in ran(capsys, *call, "picture.png").out
+        assert Path("picture.png").read_bytes()[:4] == b"\x89PNG"
+        Path("picture.png").unlink()
+        assert "can be written" in refused(capsys, *call, "nowhere/a.png")
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "matplotlib", None)
+            assert "needs the package matplotlib" in refused(capsys, *call, "a.png")
 
 
 def test_options_of_the_trainer_are_flags(tmp_path, capsys):
@@ -94,9 +101,6 @@ def test_options_of_the_trainer_are_flags(tmp_path, capsys):
     assert autocast["device"]["shell"] == whole["shell"], "weights travel in fp32"
 
 
-# ---- with figures of a machine
-
-
 @nightly
 def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     found = estimated(capsys, tmp_path, *machine(tmp_path), "--json").json
@@ -104,16 +108,11 @@ def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     slow = machine(tmp_path, link_up_both=1e6)
     one = estimated(capsys, tmp_path, *slow, "--json", "--l2l_num_threads", "1").json
     assert one["busy"]["update"] == pytest.approx(4 * found["busy"]["update"]) and one["bound"] == "upload"
-    layers = []
-
-    def with_layer_rates(rates, run, device):
-        layers.append(run.layers[0])
-        return replace(rates, flops=1.0)  # so that a step takes as many seconds as it has operations
-
+    # So that a step takes as many seconds as it has operations.
     monkeypatch.setattr("hf_l2l.probe.rates.probe", lambda: MACHINE)
-    monkeypatch.setattr("hf_l2l.sizing.machine.with_layer_rates", with_layer_rates)
+    monkeypatch.setattr("hf_l2l.sizing.machine.with_layer_rates", lambda rates, *_: replace(rates, flops=1.0))
     probed = estimated(capsys, tmp_path, "--probe", "--json").json
-    assert len(layers) == 1 and probed["seconds_per_step"] > 1e5 and probed["bound"] == "compute"
+    assert probed["seconds_per_step"] > 1e5 and probed["bound"] == "compute"
     # The memory of the device, which is none of this machine, decides where the stash is.
     small = machine(tmp_path, device_memory_bytes=4_000)
     assert "stash host" in estimated(capsys, tmp_path, *small, "--stash", "auto").out
@@ -121,17 +120,13 @@ def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
 
 def test_several_devices(tmp_path, capsys):
     """The batch has rows for each; each link carries a part, the host updates all."""
-    flags = machine(tmp_path)
-    one = estimated(capsys, tmp_path, *flags, "--json").json
-    two = estimated(capsys, tmp_path, *flags, "--devices", "2", "--json").json
+    flags = [*machine(tmp_path), "--json"]
+    one, two = (estimated(capsys, tmp_path, *flags, *more).json for more in ([], ["--devices", "2"]))
     assert (one["rows"], two["rows"]) == (4, 8) and one["other_devices"] == {}
     [(name, other)] = two["other_devices"].items()
     assert name.endswith(":1") and set(other) == {*DEVICE_NAMES, "total"}
     assert other["shell"]["peak"] == 0 < other["total"]["peak"] < two["device"]["total"]["peak"]
     assert two["busy"]["update"] == one["busy"]["update"] and two["busy"]["download"] < one["busy"]["download"]
-
-
-# ---- of several ranks
 
 
 def test_ranks_share_what_is_in_the_memory_of_their_host_and_add_on_it_or_on_devices(tmp_path, capsys):
@@ -165,9 +160,6 @@ def test_several_hosts(tmp_path, capsys):
     assert two["ranks"]["seconds_per_step"] >= two["ranks"]["network_seconds"] and two["ranks"]["bound"] == "network"
 
 
-# ---- with a budget, and with the memory of a host
-
-
 def test_a_plan_keeps_within_the_budget(tmp_path, capsys):
     """What is given binds it, even at its default; one that is too small names the smallest."""
     flags = [*machine(tmp_path), "--budget"]
@@ -187,9 +179,8 @@ def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
     fit = found["fit"]
     assert list(fit) == [*SETTINGS, ON_DISK, LORA] and found["chosen"] is not None
     assert all(each["fits"] and each["host_bytes"] < 2**40 for each in fit.values())
-    # Python's own part is read for each, and may have grown meanwhile.
     most = max(phase["host"] for phase in found["phases"]["l2l"].values()) + found["host"][OTHER]["peak"]
-    assert fit["fp32"]["host_bytes"] == pytest.approx(most, abs=2**26)
+    assert fit["fp32"]["host_bytes"] == pytest.approx(most, abs=2**26)  # Python's own part may have grown meanwhile
     assert fit["cmp"]["seconds_per_step"] < fit["fp32"]["seconds_per_step"] == found["seconds_per_step"]
     assert fit["cmp"]["seconds_per_step"] < fit[ON_DISK]["seconds_per_step"], "the assumed disk bounds it"
     assert fit[LORA]["seconds_per_step"] > 0
@@ -218,12 +209,8 @@ def test_a_budget_that_one_setting_meets_is_no_error():
         fits(run, run.config, 2**40, least // 2, MACHINE)
 
 
-# ---- bad input
-
-
 def test_bad_input_is_one_sentence(tmp_path, capsys):
-    """Those of the program's table of refusals (refusal_commands.py) aside. T5 cannot make inputs of its decoder
-    without the token that begins them."""
+    """What is not in the table of refusals. T5 has no inputs without the token that begins those of its decoder."""
     source = written(tmp_path / "model", SMALL)
     for flags, said in (
         (["--l2l_boundary", "host"], "--l2l_boundary host passes what is in the stash"),
@@ -233,3 +220,113 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
         assert said in refused(capsys, "estimate", source, *flags)
     t5 = written(tmp_path / "t5", T5, decoder_start_token_id=None)
     assert "on tensors without values, which failed" in refused(capsys, "estimate", t5, "--tokens", "8")
+
+
+# ---- `hf-l2l plan`: plans of the paper's models and of configs, for so many devices or days, and beside a real run
+
+
+GIB = 2**30
+
+
+def test_layers_of_a_config_are_counted_and_gated_networks_have_two_intermediate_states(tmp_path, capsys):
+    """A model with experts is refused."""
+    found = ran(capsys, "plan", written(tmp_path, LLAMA), "--gpus", "1", "--tokens", "100", "--json").json
+    layers = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).model.layers
+    assert found["shape"]["parameters"] == sum(p.numel() for p in layers.parameters())
+    assert (found["shape"]["layers"], found["shape"]["tokens"]) == (len(layers), 100)
+    assert found["shape"]["intermediate"] == 2 * LLAMA["intermediate_size"]
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0, "num_attention_heads": 2}
+    for config, model, width, states in (
+        ("Phi3Config", "Phi3Model", "intermediate_size", 2),  # one matrix makes both
+        ("GPT2Config", "GPT2LMHeadModel", "n_inner", 1),  # whose matrices are transposed
+    ):
+        getattr(transformers, config)(**sizes, **{width: 40}, architectures=[model]).save_pretrained(tmp_path / model)
+        found = ran(capsys, "plan", str(tmp_path / model), "--gpus", "1", "--json").json
+        assert found["shape"]["intermediate"] == states * 40, config
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
+    transformers.MixtralConfig(**sizes, **experts).save_pretrained(tmp_path / "experts")
+    assert "layers have experts" in refused(capsys, "plan", str(tmp_path / "experts"))
+
+
+@nightly
+def test_devices_days_host_memory_and_the_network_bound_the_plans(capsys):
+    """Equal plans are told once."""
+    given = ["X50", "--hardware", "rtx4090", "--gpus", "4", "--parallelism", "data", "--json"]
+    free = ran(capsys, "plan", *given).json["plans"]
+    assert {plan["devices"] for plan in free} == {4}
+    on_one = ran(capsys, "plan", "X16", "--gpus", "1", "--json").json["plans"]  # of all kinds of parallelism
+    assert len({(plan["micro_batch"], plan["micro_batches"], plan["method"]) for plan in on_one}) == len(on_one) > 1
+    bounded = ran(capsys, "plan", *given, "--host-memory", "128GiB").json["plans"]
+    needs = [max(plan["devices"] * plan["in_host_memory"] for plan in plans) for plans in (free, bounded)]
+    assert needs[0] > 128 * 2**30 >= needs[1] and len(bounded) > 1
+    plans = ran(capsys, "plan", "--model", "X64", "--days", "3", "--parallelism", "3d", "--json").json["plans"]
+    assert all(plan["seconds"] <= 3 * 86_400 for plan in plans) and plans[0]["method"] == "improved"
+    given = ["X160", "--parallelism", "3d", "--method", "improved", "--json"]
+    own, same, slow = (
+        ran(capsys, "plan", *given, *more).json["plans"][0]["seconds"]
+        for more in ([], ["--network", "200"], ["--network", "25"])
+    )
+    assert own == same < slow, "that of the hardware carries 200 Gbit/s one way"
+
+
+ROWS, TOKENS = 4, 8
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three steps, whose layers travel and are updated in the background."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    with forced_copies():
+        config = L2LConfig(device="cpu", ubatch_size=2, eps_update="deferred", trace=str(tmp_path / "trace.json"))
+        eps = attach_l2l(model, config)
+        optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+        for _ in range(3):
+            ids = torch.randint(0, LLAMA["vocab_size"], (ROWS, TOKENS))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        eps.synchronize()
+        eps.timeline.close()
+    return tmp_path / "trace.json"
+
+
+def test_each_layer_of_a_run_is_beside_the_plan(tmp_path, trace, capsys):
+    """A run of another model is refused."""
+    flags = ["--measured", str(trace), "--batch", str(ROWS), "--tokens", str(TOKENS), "--hardware", "rtx4090"]
+    call = ["plan", written(tmp_path / "model", LLAMA), *flags]
+    found = ran(capsys, *call, "--json").json
+    measured, run = found["measured"], traced_steps(trace)
+    assert found["plans"] == [] and (measured["steps"], measured["rows"]) == (2, ROWS)
+    card, weights = HARDWARE["rtx4090"], found["shape"]["layer_parameters"]
+    flops = 2 * ROWS * TOKENS * weights / card.peak_flops
+    plan = {
+        "forward": flops,
+        "backward": 3 * flops,
+        "upload": 2 * 2 * weights / (card.pci_express / 2 * GIB),
+        "update": 30 * weights / (card.host_memory_bandwidth * GIB),
+    }
+    for layer, its in zip(measured["layers"], run.layers, strict=True):
+        for part, seconds in plan.items():
+            assert layer[part]["plan"] == pytest.approx(seconds)
+            assert layer[part]["measured"] == getattr(its, part) > 0
+    assert measured["total"]["update"]["measured"] == run.update > sum(layer.update or 0 for layer in run.layers)
+    lines = ran(capsys, *call).out.splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("layer "))
+    assert [line.split()[0] for line in lines[head + 1 : head + 5]] == [
+        *(f"model.layers.{n}" for n in range(3)),
+        "all",
+    ]
+    plain = ["plan", "X32", "--measured", str(trace), "--batch", "4"]
+    assert "on one device, which has no --gpus" in refused(capsys, *plain, "--gpus", "8")
+    assert "which has 32 layers (got 3 in the trace)" in refused(capsys, *plain)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+BLOCKS = re.findall(r"```bash\nhf-l2l (.*?)\n```\n\n```text\n(.*?)\n```", PAGE, re.DOTALL)
+
+
+def test_every_command_has_its_output(capsys):
+    assert PAGE.count("```bash") == len(BLOCKS) >= 9
+    for command, printed in BLOCKS:
+        found = ran(capsys, *shlex.split(command))
+        assert (found.out or found.err).partition("\n\nDevices and links")[0].rstrip() == printed, command

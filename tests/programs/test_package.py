@@ -46,19 +46,11 @@ print("torch" in sys.modules)
 
 def test_importing_the_package_imports_nothing_else_and_versions_are_checked_at_the_first_name():
     """So that `hf-l2l env` says what is installed, whatever of it is broken."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FRESH],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=True)
     imported, refused, has_torch = ran.stdout.splitlines()
     assert (imported, has_torch) == ("[]", "False")
     assert refused.startswith(f"hf_l2l {hf_l2l.__version__} needs torch 98 or newer (found ")
-
-
-# ---- versions
 
 
 def test_an_older_version_is_refused_and_a_newer_one_tried_with_one_warning():
@@ -66,19 +58,15 @@ def test_an_older_version_is_refused_and_a_newer_one_tried_with_one_warning():
     found = version("torch")
     with pytest.raises(ImportError, match=re.escape(f"(found {found})") + ".*pip install 'torch>=2.100'"):
         hf_l2l.check_versions({"torch": ("2.100", "2.101")})
-    own = ".".join(found.split(".")[:2])
+    tested = rf"torch {re.escape(found)} \(tested: 2\.8 to 2\.9\), Python 3\.99 "
+    with pytest.warns(UserWarning, match=tested + r".*pip install 'torch==2\.9\.\*', and use Py"):
+        hf_l2l.check_versions({"torch": ("2.8", "2.9")}, python=(3, 99))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        hf_l2l.check_versions({"torch": ("2.8", "2.9")}, python=(3, 99))
         hf_l2l.check_versions(hf_l2l.TESTED)
-        hf_l2l.check_versions({"torch": ("2.8", own)})  # its third number does not matter, nor what follows
-    said = (
-        rf"torch {re.escape(found)} \(tested: 2\.8 to 2\.9\), Python 3\.99 .*pip install 'torch==2\.9\.\*', and use Py"
-    )
-    with pytest.warns(UserWarning, match=said):
-        hf_l2l.check_versions({"torch": ("2.8", "2.9")}, python=(3, 99))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hf_l2l.check_versions({"torch": ("2.8", "2.9")}, python=(3, 99))
+        own = ".".join(found.split(".")[:2])  # its third number does not matter, nor what follows
+        hf_l2l.check_versions({"torch": ("2.8", own)})
 
 
 def test_versions_and_addresses_are_the_same_everywhere():
@@ -92,15 +80,9 @@ def test_versions_and_addresses_are_the_same_everywhere():
     # Links of the README lead somewhere on the index, too, where no file of the project lies beside it.
     links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     home = PROJECT["urls"]["Repository"]
-    places = (
-        f"{home}/blob/main/",
-        f"{home}/tree/main/",
-        f"{home}/main/".replace("github.com", "raw.githubusercontent.com"),
-    )
+    raw = f"{home}/main/".replace("github.com", "raw.githubusercontent.com")
+    places = (f"{home}/blob/main/", f"{home}/tree/main/", raw)
     assert all(link.startswith(places if "github" in link else "https:") for link in links)
-
-
-# ---- make
 
 
 def test_tests_and_what_they_start_see_no_gpu():
@@ -187,15 +169,10 @@ def test_the_wheel_and_the_tests_of_the_source_distribution_run(built, tmp_path)
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "wheel")
     [project] = (tmp_path / "sdist").iterdir()
-    tests = ["-m", "pytest", "-q", "-n", "0", "tests/test_architecture.py", "tests/programs/test_env.py"]
+    tests = ["-m", "pytest", "-q", "-n", "0", "tests/test_architecture.py", "tests/programs/test_main.py"]
     for words, folder in ((["-c", FROM_THE_WHEEL], tmp_path / "wheel"), (tests, project)):
-        ran = subprocess.run(
-            [sys.executable, *words],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder), "L2L_TESTS": ""},
-            capture_output=True,
-            text=True,
-            timeout=580,
-        )
+        env = {**os.environ, "PYTHONPATH": str(folder), "L2L_TESTS": ""}
+        call = [sys.executable, *words]
+        ran = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, timeout=580)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert " passed" in ran.stdout or ("--ubatch_size" in ran.stdout and "X50: " in ran.stdout)

@@ -1,22 +1,30 @@
-"""Trace files, what is read from them again, and what the timeline adds up where host and device are one."""
+"""Trace files, what is read from them again and what the timeline adds up; and the picture of a run."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
+import logging
+import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cli_models import ran, refused
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.report import timeline
+from hf_l2l.report.pictures import run_log
+from hf_l2l.report.pictures.run_log import NO_LOG, NOT_OF_L2L, RUN_FILE, RunFacts, RunLog, StepTime, read_run
+from hf_l2l.report.pictures.run_picture import draw_run
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.report.trace_file import Span, TraceFile
 from hf_l2l.report.traced_steps import traced_steps
@@ -24,6 +32,7 @@ from hf_l2l.report.wait_time import Averages
 from hf_l2l.runtime import wait_reasons
 from models import Toy
 from tiers import times
+from training import SAVING, StopAt, l2l_trainer, measured
 
 HOST = torch.device("cpu")
 
@@ -35,12 +44,8 @@ def read(file: Path) -> list[tuple[str, str, float, float]]:
     return [(rows[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
 
 
-# ---- the file
-
-
 def test_the_file_is_valid_after_every_write(tmp_path, monkeypatch):
-    """It stays where it was when the folder changes; a new run replaces it. Its first span, which may be
-    empty and is not drawn, begins at 0."""
+    """It stays where it was when the folder changes; a new run replaces it. It begins at its first span."""
     monkeypatch.chdir(tmp_path)
     trace = TraceFile("trace.json", "a title", ("above", "below"))
     file = tmp_path / "trace.json"
@@ -80,10 +85,7 @@ def test_a_file_is_made_when_attaching(tmp_path):
     assert list(folder.iterdir()) == [] and eps.timeline.averages() is not None
 
 
-# ---- read again
-
-ROWS = ("steps", "compute", "upload", "stash upload", "host update", "host update 2", "waits", "cuda:1 compute")
-ROWS += ("cuda:1 upload",)
+ROWS = "steps,compute,upload,stash upload,host update,host update 2,waits,cuda:1 compute,cuda:1 upload".split(",")
 
 
 def written(folder: Path, spans: Sequence[Span]) -> Path:
@@ -130,13 +132,11 @@ def test_updates_in_the_background_count_where_they_begin(tmp_path):
     found = traced_steps(written(tmp_path, [*step(0, 1.0), *step(100, 1.0), *updates]))
     assert [layer.update for layer in found.layers] == [pytest.approx(6), pytest.approx(4)]
     assert found.update == pytest.approx(11)
-    spans = [span for span in step(0, 1.0) if span.row != "upload"]  # on a CPU nothing travels
-    found = traced_steps(
-        written(tmp_path, [*spans, Span("host update", "all layers", 16, 19), Span("steps", "", 20, 21)])
-    )
-    assert found.steps == 1 and found.update == pytest.approx(3), (
-        "one step alone counts, and one that goes on does not"
-    )
+    # On a CPU nothing travels; one step alone counts, and one that goes on does not.
+    spans = [span for span in step(0, 1.0) if span.row != "upload"]
+    spans += [Span("host update", "all layers", 16, 19), Span("steps", "", 20, 21)]
+    found = traced_steps(written(tmp_path, spans))
+    assert found.steps == 1 and found.update == pytest.approx(3)
     assert [(layer.upload, layer.update) for layer in found.layers] == [(None, None)] * 2
 
 
@@ -154,20 +154,10 @@ def test_what_is_no_trace_is_refused(tmp_path):
             traced_steps(file)
 
 
-# ---- averages
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Stands in for the host's clock."""
+def test_averages_are_per_step_and_since_the_last_time(monkeypatch):
+    """What is outside of a sweep is no stall; a batch that was thrown away belongs to the next step."""
     clock = types.SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(timeline, "time", types.SimpleNamespace(perf_counter=lambda: clock.seconds))
-    return clock
-
-
-def test_averages_are_per_step_and_since_the_last_time(clock):
-    """Reading weights outside of a sweep is no stall, nor an upload of an evaluation; a batch that was thrown away
-    belongs to the step after it."""
     line = Timeline(HOST)
     line.watch()
     for update_s in (1.0, 3.0):
@@ -252,11 +242,201 @@ def test_work_in_the_background_is_drawn(tmp_path):
         assert all(end <= start for (_, _, _, end), (_, _, start, _) in pairwise(sorted(found, key=itemgetter(2))))
 
 
-def test_what_bounds_a_step():
-    for waits, bound in (
-        ((0.02, 0.01, 0.01), "compute"),
-        ((0.03, 0.02, 0.0), "link"),
-        ((0.2, 0.1, 0.4), "host update"),
-        ((0.0, 0.0, 0.0), "compute"),
-    ):
-        assert Averages(1, 1.0, *waits).bound == bound
+# ---- the picture of a run says what the run logged, from its Trainer or from its files
+
+
+EVALUATED = {**SAVING, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "ubatch_size": 4}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+
+
+def drawn(log: RunLog) -> Any:
+    pytest.importorskip("matplotlib")
+    return draw_run(log, "a picture", None, "leave it out")
+
+
+def texts(figure: Any) -> str:
+    """All that is written in a picture."""
+    figure.draw_without_rendering()
+    found = [each.get_text() for each in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))]
+    return "\n".join(found).replace("\n", " ")
+
+
+def log_of(entries: list[dict[str, Any]], rows: Sequence[dict[str, Any]] = ()) -> RunLog:
+    return RunLog.of_state({"log_history": entries, "global_step": 4}, RunFacts("Model", 9), rows)
+
+
+def test_a_trainer_draws_its_run_and_files_say_the_same(tmp_path):
+    """A run without rows says why it has none."""
+    pytest.importorskip("matplotlib")
+    trainer = l2l_trainer(tmp_path, **EVALUATED)
+    trainer.train()
+    trainer.save_state()
+    figure = trainer.plot(tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # for notebooks
+    written, parameters = texts(figure), sum(p.numel() for p in trainer.model.parameters())
+    assert f"{type(trainer.model).__name__}, {parameters:,} parameters" in written
+    memory, time, loss = figure.axes
+    assert {"masters", "gradients", "moments"} <= {label.get_text() for label in memory.get_yticklabels()}
+    steps_s = [row["l2l_step_s"] for row in measured(tmp_path)]
+    assert list(time.patches[-1].get_data().values) == pytest.approx(steps_s)  # all causes together
+    losses = {line.get_label(): list(line.get_xdata()) for line in loss.lines}
+    assert losses == {"training": [1, 2, 3, 4], "eval loss": [2, 4]}
+
+    found, halfway = (read_run(tmp_path / name / "trainer_state.json") for name in ("", "checkpoint-2"))
+    facts = RunFacts("BertForSequenceClassification", parameters, 8, 1, 1, 4, "cpu")
+    assert found.facts == halfway.facts == facts
+    assert (found.steps, len(found.times), len(halfway.times)) == (4, 4, 2)
+    assert found.missing == halfway.missing == {}
+    for log in (found, halfway):
+        assert log.memory is not None and log.memory["host"]["masters"]["peak"] == 4 * parameters
+        assert json.loads(json.dumps(log.as_json()))["memory"] == log.memory
+
+    (tmp_path / RUN_FILE).unlink()
+    log = read_run(tmp_path / "checkpoint-4" / "trainer_state.json")
+    assert log.missing == {"time": NOT_OF_L2L, "memory": NOT_OF_L2L} and len(log.losses) == 4
+    assert f"time, memory: {NOT_OF_L2L}" in texts(trainer.plot())
+
+
+def test_before_a_training_there_is_nothing_to_draw(tmp_path, monkeypatch):
+    """Nor without matplotlib, or where it cannot be written."""
+    pytest.importorskip("matplotlib")
+    trainer = l2l_trainer(tmp_path)
+    figure = trainer.plot()
+    assert f"memory, time, loss: {NO_LOG}" in texts(figure) and figure.axes == []
+    assert "4 steps" in log_of([]).missing["loss"]
+    with pytest.raises(ValueError, match="path must be a file that can be written"):
+        trainer.plot(tmp_path / "none" / "run.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="needs the package matplotlib .* pip install matplotlib"):
+        trainer.plot("a.png")
+
+
+def test_a_resumed_run_goes_on_with_the_rows_of_the_one_before(tmp_path):
+    options = {**SAVING, "eval_strategy": "no"}
+    for _ in range(2):
+        l2l_trainer(tmp_path, **options, callbacks=[StopAt(3)]).train()
+    assert [row["step"] for row in measured(tmp_path)] == [1, 2, 3]  # and none of a training before
+    with (tmp_path / RUN_FILE).open("a") as file:
+        file.write('{"step": 4, "l2l_wai')  # killed while it wrote
+    resumed = l2l_trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    rows = [row for row in run_log.read_rows(tmp_path / RUN_FILE) if "memory" not in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
+    times = read_run(tmp_path / "checkpoint-4" / "trainer_state.json").times
+    assert [each.step for each in times] == [1, 2, 3, 4]
+    assert [each.upload + each.download + each.eps + (each.compute or 0) for each in times] == pytest.approx(
+        [row["l2l_step_s"] for row in (*rows[:2], *rows[3:])]
+    )
+
+
+def test_a_checkpoint_whose_state_has_what_was_measured_is_resumed_from(tmp_path):
+    """As versions before `l2l_run.jsonl` have written it."""
+    l2l_trainer(tmp_path, **SAVING).train()
+    (tmp_path / "checkpoint-4" / "l2l_manifest.json").unlink()
+    file = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    state["log_history"] = [each | row for each, row in zip(state["log_history"], measured(tmp_path), strict=True)]
+    state["stateful_callbacks"]["L2LRun"] = {"args": {}, "attributes": {"facts": {}, "memory": {}}}
+    file.write_text(json.dumps(state))
+    (tmp_path / RUN_FILE).unlink()
+    assert len(read_run(file).times) == 4
+    resumed = l2l_trainer(tmp_path, **{**SAVING, "max_steps": 6}, restore_callback_states_from_checkpoint=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*checkpoint-4 has no manifest.*")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.state.global_step == 6
+
+
+def test_rows_that_cannot_be_written_do_not_end_a_training(tmp_path, caplog):
+    trainer = l2l_trainer(tmp_path, max_steps=2)
+    (tmp_path / RUN_FILE).mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "transformers"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert [text for text in caplog.messages if f"{RUN_FILE} cannot be written" in text] == [caplog.messages[0]]
+
+
+def loss(step: int, **more: float) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0, **more}
+
+
+def row(step: int, **more: float) -> dict[str, Any]:
+    waits = {f"l2l_wait_{cause}_s": seconds for cause, seconds in (("upload", 1.0), ("download", 0.5), ("eps", 0.25))}
+    return {"step": step, **waits, **more}
+
+
+def test_the_rest_of_a_step_is_computation_and_steps_whose_times_were_not_logged_are_left_empty():
+    log = log_of([loss(2), loss(3), loss(4)], [row(2, l2l_step_s=4.0), row(3, l2l_step_s=1.5), row(4)])
+    assert log.times == [
+        StepTime(0, 2, 1.0, 0.5, 0.25, 2.25),
+        StepTime(2, 3, 1.0, 0.5, 0.25, 0.0),  # of rounding
+        StepTime(3, 4, 1.0, 0.5, 0.25, None),
+    ]
+    assert "step time not logged" in texts(drawn(log))
+    memory = {"host": {"total": {"now": 1, "peak": 7}}}
+    log = log_of([loss(2)], [row(2), row(3), {"step": 4, "memory": memory}, row(6), {"step": 6, "memory": {}}])
+    assert [each.step for each in log.times] == [2] and log.memory == memory, "no rows of steps that were undone"
+
+    log = log_of([loss(1), {"step": 2, "loss": float("nan"), "eval_loss": float("inf")}], [row(1)])
+    found = json.loads(json.dumps(log.as_json(), allow_nan=False))  # numbers that JSON does not have are null
+    assert found["losses"] == [[1, 1.0], [2, None]] and found["evaluations"] == {"eval_loss": [[2, None]]}
+    drawn(log).draw_without_rendering()
+
+
+def test_what_is_no_state_or_no_row_is_refused(tmp_path):
+    file = tmp_path / "trainer_state.json"
+    for text, why in (("no JSON", "it is no JSON: Expecting value"), ("{}", "it has no log of a Trainer")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=why):
+            read_run(file)
+    file.write_text('{"log_history": [], "global_step": 4}')
+    (tmp_path / RUN_FILE).write_text('{"times": 1}\n')
+    with pytest.raises(ValueError, match=f"line 1 of .*{RUN_FILE} is no row of a run"):
+        read_run(file)
+
+
+def state_of(folder: Path, step: int) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    log = [{"loss": 1.0, "step": step}]
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
+    return str(folder / "trainer_state.json")
+
+
+def test_a_picture_is_drawn_here_unless_a_file_is_named(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    run = tmp_path / "run"
+    l2l_trainer(run, **SAVING, logging_steps=1).train()
+    capsys.readouterr()
+    found = ran(capsys, "plot", str(run))
+    assert found.status == 0 and (tmp_path / "hf_l2l_run.png").read_bytes().startswith(b"\x89PNG")
+    assert found.out.startswith(f"{run}/checkpoint-4/trainer_state.json: 4 steps of BertForSequenceClassification, ")
+    assert "device batch of 8 rows" in found.out and found.out.endswith("-> hf_l2l_run.png\n")
+    assert "must be a file that can be written" in refused(capsys, "plot", str(run), "--out", "nowhere/run.png")
+    without = state_of(tmp_path / "without times", 1)
+    assert "  time: not in l2l_run.jsonl of" in ran(capsys, "plot", without, "--out", "other.svg").out
+    assert "<svg" in (tmp_path / "other.svg").read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib, or give --json" in refused(capsys, "plot", str(run))
+    found = ran(capsys, "plot", str(run / "checkpoint-2"), "--json").json  # times are in a file in the folder above
+    assert [each["step"] for each in found["times"]] == [1, 2] and found["memory"]["host"]["masters"]["peak"] > 0
+
+
+def test_the_state_after_the_training_comes_before_that_of_a_checkpoint(tmp_path, capsys):
+    """What is no run is refused."""
+    state_of(tmp_path / "run" / "checkpoint-2", 2)
+    newest = state_of(tmp_path / "run" / "checkpoint-9", 9)
+    for own, is_taken in ((9, True), (8, False)):
+        state = state_of(tmp_path / "run", own)
+        assert ran(capsys, "plot", str(tmp_path / "run"), "--json").json["file"] == (state if is_taken else newest)
+    (tmp_path / "empty").mkdir()
+    Path(state_of(tmp_path / "broken", 3)).write_text("{")
+    state_of(tmp_path / "broken" / "checkpoint-1", 1)
+    for name in ("nowhere", "empty", "broken"):
+        said = refused(capsys, "plot", name, "--json")
+        assert "RUN must be the output_dir of a training" in said and f"(got '{name}" in said

@@ -22,10 +22,10 @@ from hf_l2l.shared_eps.remote import RemoteTask
 from rank_cases import OPTIMIZERS, Layers, Ranked, rank_here, same
 from rank_pool import digest
 from rank_trainer import fresh
-from tiers import more, nightly
+from tiers import more
 from training import tiny_bert
 
-SERIAL, DEFERRED = {"eps_update": "serial"}, {"eps_update": "deferred"}
+DEFERRED = {"eps_update": "deferred"}
 
 
 def read_after_clipping() -> Any:
@@ -65,7 +65,7 @@ def unfreezing(what: str) -> Any:
 
 
 def resized() -> Any:
-    run = Ranked(**SERIAL)
+    run = Ranked(eps_update="serial")
     run.steps([0], 0.5)
     torch.manual_seed(3)
     run.model.resize_token_embeddings(70)
@@ -93,12 +93,12 @@ def overflowing(options: dict[str, Any]) -> Any:
             factor = float("inf") if step == 1 and number == 1 else 1.0
             (run.loss(step, number) * factor / run.share).backward()
         run.step(0.5)
-    assert run.eps.loss_scale is not None and run.eps.loss_scale.skipped == 1
+    assert run.eps.loss_scale.skipped == 1
     return run.eps.loss_scale.value, run.ended()
 
 
-def steps_of(name: str, count: int, options: dict[str, Any]) -> Any:
-    run = Ranked(name, **options)
+def steps_of(name: str, count: int) -> Any:
+    run = Ranked(name, **DEFERRED)
     run.steps(range(count))
     return run.ended()
 
@@ -106,11 +106,9 @@ def steps_of(name: str, count: int, options: dict[str, Any]) -> Any:
 def loaded_after_a_step() -> Any:
     """A state is loaded once more, where the ranks have shared one already."""
     run = Ranked("layers", **DEFERRED)
+    run.steps([0])
     saved = copy.deepcopy(run.optimizer.state_dict())
-    for step in range(3):
-        run.steps([step])
-        if step == 0:
-            saved = copy.deepcopy(run.optimizer.state_dict())
+    run.steps([1, 2])
     run.optimizer.load_state_dict(saved)
     run.steps([4])
     run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
@@ -118,8 +116,7 @@ def loaded_after_a_step() -> Any:
 
 
 def changed(what: str) -> Any:
-    """Parameters with rows that are updated by all ranks, and others, are frozen, or lose their state in between;
-    "later" is for some that are frozen when a state of all is loaded, and trained again after it."""
+    """Rows that all ranks update, and others, are frozen or lose their state; or are frozen when a state is loaded."""
     run = Ranked("large", **DEFERRED)
     model, eps, parameters = run.model, run.eps, list(run.model.parameters())
     for step in range(4 if what == "frozen" else 8):
@@ -154,50 +151,34 @@ def rows_of_steps(kind: str, cmp: str | None, size: int) -> Any:
     return run.ended()
 
 
-Program = tuple[Callable[..., Any], tuple[Any, ...]]
-PROGRAMS: dict[str, Program] = {
-    "gradients are read after clipping": (read_after_clipping, ()),
-    "layers are unfrozen": (unfreezing, ("unfrozen",)),
-    "embeddings are resized": (resized, ()),
-    "one rank evaluates alone": (alone_between_steps, ()),
-    "a state is loaded after the first step": (loaded_after_a_step, ()),
-    "rows by AdamW, fused": (rows_of_steps, ("fused", "bf16", 2)),
+PROGRAMS: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
+    "gradients are read after clipping": (read_after_clipping,),
+    "layers are unfrozen": (unfreezing, "unfrozen"),
+    "embeddings are resized": (resized,),
+    "one rank evaluates alone": (alone_between_steps,),
+    "a state is loaded after the first step": (loaded_after_a_step,),
+    "rows by AdamW, fused": (rows_of_steps, "fused", "bf16", 2),
     # What is told of their state is longer than a message.
-    "a layer of many weights": (steps_of, ("many", 1, DEFERRED)),
+    "a layer of many weights": (steps_of, "many", 1),
+    "on devices, one rank's fp16 gradients overflow": (overflowing, {"cmp": "fp16", **DEFERRED}),
 }
-ON_DEVICES: dict[str, Program] = {
-    "one rank's fp16 gradients overflow": (overflowing, ({"cmp": "fp16", "eps_update": "deferred"},))
-}
-MORE: dict[str, Program] = {
-    "the optimizer of a rank has another order": (unfreezing, ("reversed",)),
-    "one rank's step is skipped": (overflowing, ({"nonfinite": "skip"},)),
-    "rows by Adafactor": (rows_of_steps, ("adafactor", None, 2)),
-    **{f"parameters are {what}": (changed, (what,)) for what in ("frozen", "cleared", "later")},
-}
-MORE_ON_DEVICES: dict[str, Program] = {
-    "ranks call other layers": (unfreezing, ("called",)),
+MORE: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
+    "the optimizer of a rank has another order": (unfreezing, "reversed"),
+    "one rank's step is skipped": (overflowing, {"nonfinite": "skip"}),
+    "rows by Adafactor": (rows_of_steps, "adafactor", None, 2),
+    **{f"parameters are {what}": (changed, what) for what in ("frozen", "cleared", "later")},
+    # What is frozen keeps its owner, which has its state.
+    **{f"on two hosts, parameters are {what}": (changed, what) for what in ("cleared", "later")},
+    "on devices, ranks call other layers": (unfreezing, "called"),
     # Gradients come in the order of a layer and not of the model.
-    "a layer with two weights": (steps_of, ("two", 3, DEFERRED)),
+    "on devices, a layer with two weights": (steps_of, "two", 3),
 }
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, *more(*MORE)])
 def test_ranks_return_what_one_process_does(pool, program):
-    function, args = {**PROGRAMS, **MORE}[program]
-    same(pool, function, *args)
-
-
-@pytest.mark.parametrize("program", [*ON_DEVICES, *more(*MORE_ON_DEVICES)])
-def test_ranks_with_devices_return_what_one_process_does(pool, program):
-    function, args = {**ON_DEVICES, **MORE_ON_DEVICES}[program]
-    same(pool, function, *args, sim=True)
-
-
-@nightly  # what is frozen on two hosts: `test_hosts.py`
-@pytest.mark.parametrize("what", ["later", "cleared"])
-def test_parameters_and_state_that_a_program_changes_on_two_hosts(pool, what):
-    """What is frozen keeps its owner, which has its state."""
-    same(pool, changed, what, hosts=2)
+    function, *args = {**PROGRAMS, **MORE}[program]
+    same(pool, function, *args, sim="on devices" in program, hosts=2 if "on two hosts" in program else 1)
 
 
 def with_penalty() -> Any:
@@ -208,10 +189,8 @@ def with_penalty() -> Any:
         for seed in (step, 10 + step):
             run.backward(seed, lambda loss: loss + weight.square().sum())
         run.step(0.5)
-    run.eps.synchronize()
-    found = [p.detach().double().sum().item() for p in run.model.parameters()]
     run.ended()
-    return found
+    return [p.detach().double().sum().item() for p in run.model.parameters()]
 
 
 def test_a_loss_that_uses_masters_directly(pool):
@@ -250,8 +229,7 @@ def test_one_rank_is_enough_to_be_against_a_step(pool):
 
 
 def ended_and_expected() -> tuple[list[bool], list[str]]:
-    """Whether tasks of other ranks are over when masters are ordinary parameters again; and the gradients that are
-    expected after steps that use other layers each."""
+    """Whether tasks of other ranks are over when masters are ordinary again; and the gradients that are expected."""
     ends: list[bool] = []
     end = Master.end_update
 
@@ -272,8 +250,7 @@ def ended_and_expected() -> tuple[list[bool], list[str]]:
 
 
 def test_updates_of_other_ranks_are_not_over_too_late_and_layers_keep_their_place(pool):
-    """Else the next update of them could begin before, and be taken for the one that has ended. What a step leaves out
-    keeps its place among the gradients."""
+    """Else the next update could begin before, and be taken for the one that has ended."""
     for ends, order in pool(2).run(ended_and_expected):
         assert ends and not any(ends)
         assert order == [f"layers.{n}" for n in (3, 2, 1, 0)] + ["small parameters in no layer"]
@@ -305,8 +282,8 @@ def test_work_is_shared_among_what_is_trained(pool):
         assert sorted(owners[:4]) == sorted(owners[4:]) == [0, 0, 1, 1]
 
 
-def under_accelerate(engine: bool, alone: bool) -> dict[str, Any]:
-    """Two batches under Accelerate, as one step of all ranks (`accumulate`), or as two of each rank (`LocalSGD`)."""
+def under_accelerate(engine: bool, alone: bool = False) -> tuple[str, list[torch.Tensor]]:
+    """The error, and weights, of a step of all ranks (`accumulate`), or of two steps of each rank (`LocalSGD`)."""
     fresh()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if alone else 2)
     model = tiny_bert(dropout=0.0, layers=2)
@@ -328,16 +305,16 @@ def under_accelerate(engine: bool, alone: bool) -> dict[str, Any]:
                 optimizer.zero_grad()
         found = [weight.detach().clone() for weight in weights]
         detach_l2l(model)
-    return {"error": error, "weights": found}
+    return error, found
 
 
 def test_batches_that_ranks_accumulate_under_accelerate(pool):
     """A step of a rank alone is refused, as LocalSGD makes it."""
-    ours, theirs = pool(2).run(under_accelerate, True, False), pool(2).run(under_accelerate, False, False)
-    for mine, plain in zip(ours, theirs, strict=True):
-        assert mine["error"] == ""
-        torch.testing.assert_close(mine["weights"], plain["weights"])
-    assert all("leave out LocalSGD" in found["error"] for found in pool(2).run(under_accelerate, True, True))
+    ours, theirs = (pool(2).run(under_accelerate, engine) for engine in (True, False))
+    for (error, mine), (_, plain) in zip(ours, theirs, strict=True):
+        assert error == ""
+        torch.testing.assert_close(mine, plain)
+    assert all("leave out LocalSGD" in error for error, _ in pool(2).run(under_accelerate, True, True))
 
 
 class Failing(torch.optim.AdamW):
@@ -398,5 +375,5 @@ def test_a_script_that_ends_makes_its_updates_first(pool, programs, tmp_path):
     file = str(tmp_path / "store")
     ranks = [programs.start(f"FILE, NUMBER = {file!r}, {number}\n{SCRIPT}") for number in range(2)]
     assert [rank.ended(60) for rank in ranks] == [(0, "", "")] * 2
-    alone = pool(1).run(steps_of, "24 layers", 1, DEFERRED)[0][0]
+    alone = pool(1).run(steps_of, "24 layers", 1)[0][0]
     assert digest(*torch.load(f"{file}.saved", weights_only=True)) == alone

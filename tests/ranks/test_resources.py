@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import replace
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,11 @@ from rank_cases import OPTIMIZERS, rank_here
 from rank_pool import digest
 from tiers import nightly
 
-# ---- cores
-
-NODES = [range(0, 8), range(8, 16)]
-"""Cores of two NUMA nodes."""
-
 
 def test_cores_that_several_ranks_may_use_are_shared():
     for cores, shares in (
         ([range(16)] * 4, [4] * 4),  # not bound
-        ([NODES[0], NODES[0], NODES[0], NODES[1]], [2, 2, 2, 8]),
+        ([range(0, 8), range(0, 8), range(0, 8), range(8, 16)], [2, 2, 2, 8]),  # of two NUMA nodes
         ([range(2)] * 4, [1] * 4),  # fewer cores than ranks
         ([range(6), [0, 1]], [5, 1]),
     ):
@@ -59,24 +54,18 @@ def test_updates_of_a_rank_have_its_cores_but_one(pool):
     assert pool(2).run(threads_of_rank) == [7, 7]
 
 
-# ---- memory
-
-
 def own_bytes() -> int:
     """Memory of this process alone that has been written."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
-    return 1024 * int(line.split()[1])
+    return 1024 * int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def made_wide() -> tuple[int, bool]:
     """What it takes a rank to make masters in fp32 of a model in 16 bits; and whether they have its values."""
     model = torch.nn.Linear(4096, 4096, dtype=torch.bfloat16)
-    values = model.weight.detach().clone()
-    before = own_bytes()
+    values, before = model.weight.detach().clone(), own_bytes()
     make_masters_fp32(model)
-    assert model.weight.dtype == torch.float32
     taken = own_bytes() - before  # before its values are looked at, which takes memory
-    return taken, torch.equal(model.weight, values.float())
+    return taken, model.weight.dtype == torch.float32 and torch.equal(model.weight, values.float())
 
 
 def test_masters_in_fp32_are_made_by_the_first_alone(pool):
@@ -85,9 +74,6 @@ def test_masters_in_fp32_are_made_by_the_first_alone(pool):
     num_bytes = 4 * 4096 * 4096
     assert first > 0.4 * num_bytes and has_values  # the 16-bit weights are gone
     assert second < 0.1 * num_bytes
-
-
-# ---- values
 
 
 def loaded(folder: str) -> tuple[bool, str, str]:
@@ -123,13 +109,6 @@ def test_one_rank_loads_a_model_and_others_get_its_values(pool, tmp_path):
     assert loaded(str(tmp_path))[0], "one process loads as ever"
 
 
-# ---- a plan
-
-FIGURES = HardwareFigures(
-    "a card", 2**34, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11}, page_locked=True, device_adamw=1e9
-)
-
-
 def planned(folder: str, fails: bool = False) -> dict[str, Any]:
     """Plan in a rank of simulated devices: by figures that each rank would measure otherwise."""
     rank, measured = distributed.get_rank(), []
@@ -138,7 +117,8 @@ def planned(folder: str, fails: bool = False) -> dict[str, Any]:
         measured.append(str(device))
         if fails:
             raise RuntimeError("no figures")
-        return replace(FIGURES, flops={"fp32": 1e11 * (1 + rank)})
+        card = ("a card", 2**34, 1e9, 1e9, 1e9, 1e9, 1e10, {1: 1e9}, {"fp32": 1e11 * (1 + rank)})
+        return HardwareFigures(*card, page_locked=True, device_adamw=1e9)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(known.VARIABLE, raising=False)
@@ -221,9 +201,8 @@ def test_a_state_that_gets_another_key_is_refused():
 
 def test_shares_begin_at_a_multiple_of_what_kernels_compute_at_once():
     """Divided tensors are work of all ranks."""
-    for rows, width, count, starts in (
-        *((1000, 64, 4, [0, 250, 500, 750]), (1000, 33, 2, [0, 448]), (1001, 48, 2, [0, 500])),
-    ):
+    cases = ((1000, 64, 4, [0, 250, 500, 750]), (1000, 33, 2, [0, 448]), (1001, 48, 2, [0, 500]))
+    for rows, width, count, starts in cases:
         shares = shares_of_rows(rows, width, count)
         assert [share.start for share in shares] == starts and shares[-1].stop == rows
         assert all(share.start * width % 64 == 0 for share in shares)

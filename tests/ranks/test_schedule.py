@@ -14,31 +14,11 @@ from hypothesis import strategies as st
 from benchmarks.scaling import MACHINES, VirtualRanks, on_clock
 from hf_l2l.pipeline.hosts import HostsLoad, hosts_seconds
 from hf_l2l.pipeline.ranks import HostBytes, ranks_time
-from hf_l2l.pipeline.schedule import Step, backward_steps, forward_steps, idle_share, sweep_length, sweep_s
+from hf_l2l.pipeline.schedule import backward_steps, forward_steps, idle_share, sweep_length, sweep_s
 from hf_l2l.pipeline.times import LayerSeconds, step_time
 from tiers import combinations, more, nightly
 
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 6))
-
-
-def table(steps: list[Step], devices: int) -> list[str]:
-    """A line for each device: "0.1" is micro-batch 1 of layer 0, ". ." nothing."""
-    end = max(step.when for step in steps) + 1
-    lines = [["---"] * end for _ in range(devices)]
-    for step in steps:
-        assert lines[step.device][step.when] == "---", "a device runs one at a time"
-        lines[step.device][step.when] = f"{step.layer}.{step.ubatch}"
-    return [" ".join(line) for line in lines]
-
-
-def test_when_each_device_runs_which_layer():
-    """With as many micro-batches as devices; with fewer, they wait for inputs; with layers that the devices do not
-    divide, backwards."""
-    assert table(forward_steps(4, 2, 2), 2) == ["0.0 0.1 2.0 2.1 ---", "--- 1.0 1.1 3.0 3.1"]
-    assert table(forward_steps(6, 2, 3), 3) == [
-        *("0.0 0.1 --- 3.0 3.1 --- ---", "--- 1.0 1.1 --- 4.0 4.1 ---", "--- --- 2.0 2.1 --- 5.0 5.1")
-    ]
-    assert table(backward_steps(3, 2, 2), 2) == ["2.0 2.1 0.0 0.1", "--- 1.0 1.1 ---"]
 
 
 @pytest.mark.parametrize("steps_of", [forward_steps, backward_steps])
@@ -69,8 +49,6 @@ def test_the_idle_share_is_what_the_formulas_say(sizes):
         assert sweep_length(*sizes) == layers + ubatches - 1
 
 
-# ---- the time of a step
-
 NOTHING = LayerSeconds(0.0, 0.0, 0.0)
 
 
@@ -78,17 +56,11 @@ def layer(**more: float) -> LayerSeconds:
     return LayerSeconds(8.0, 16.0, 8.0, **more)
 
 
-@given(
-    count=st.integers(1, 12),
-    ubatches=st.integers(1, 9),
-    devices=st.integers(1, 6),
-    forward=st.integers(1, 5),
-    backward=st.integers(1, 9),
-)
-def test_without_transfers_it_is_the_formula(count, ubatches, devices, forward, backward):
+@given(sizes=SIZES, forward=st.integers(1, 5), backward=st.integers(1, 9))
+def test_without_transfers_it_is_the_formula(sizes, forward, backward):
+    count, ubatches, devices = sizes
     each = LayerSeconds(forward * ubatches, backward * ubatches, forward * ubatches)
     found = step_time([each] * count, NOTHING, devices, ubatches)
-    sizes = count, ubatches, devices
     assert found.forward == pytest.approx(sweep_s(*sizes, forward))
     # A recompute may begin before the forward has ended everywhere.
     whole = sweep_s(*sizes, forward + backward, backward)
@@ -97,8 +69,7 @@ def test_without_transfers_it_is_the_formula(count, ubatches, devices, forward, 
 
 
 def test_what_sets_the_pace():
-    """Each link carries its layers; two that are in slots are not uploaded again, which this leaves out. The update is
-    hidden under the next forward as far as that lasts, which is shorter on more devices."""
+    """Each link carries its layers. An update is hidden as far as the next forward lasts, which devices shorten."""
     slow = [layer(up=20.0, down=20.0)] * 16
     one, four = (step_time(slow, NOTHING, devices, 8) for devices in (1, 4))
     assert one.forward == pytest.approx(15 * 20 + 20 + 8) and one.forward > 2 * 16 * 8
@@ -111,17 +82,14 @@ def test_what_sets_the_pace():
     assert [each.bound for each in updated] == ["compute", "update"]
 
 
-def test_what_is_outside_the_layers_runs_on_the_first_device():
-    head = LayerSeconds(10.0, 20.0, 0.0, up=5.0, down=5.0)
-    without, found = (step_time([layer()] * 8, each, 4, 8) for each in (NOTHING, head))
-    assert found.seconds - without.seconds == pytest.approx(5 + 10 + 20, rel=0.1)
-
-
-def test_sums_wait_for_their_slot():
+def test_sums_wait_for_their_slot_and_what_is_outside_the_layers_runs_on_the_first_device():
     """The third layer of a device adds its gradients where those of the first one were."""
     quick, slow = (step_time([layer(down=down)] * 6, NOTHING, 1, 8) for down in (20.0, 60.0))
     assert quick.backward == pytest.approx(6 * 24 + 20)
     assert slow.backward == pytest.approx(24 + 6 * 60, rel=0.05)
+    head = LayerSeconds(10.0, 20.0, 0.0, up=5.0, down=5.0)
+    without, found = (step_time([layer()] * 8, each, 4, 8) for each in (NOTHING, head))
+    assert found.seconds - without.seconds == pytest.approx(5 + 10 + 20, rel=0.1)
 
 
 # ---- ranks of a host
@@ -133,16 +101,12 @@ def layers(count: int, compute: float) -> list[LayerSeconds]:
     return [LayerSeconds(compute, 2 * compute, compute, up=0.01, up_again=0.01, down=0.02, update=0.005)] * count
 
 
-def test_bytes_of_host_memory_per_parameter():
-    """Weights travel in 2 bytes, twice; sums in 4; and AdamW's 30. Of sums on the devices, the sum alone comes to the
-    host, once."""
+def test_sums_on_devices_send_a_share_over_each_link():
+    """Where downloads take longest, n ranks are faster than one by more than n. A parameter's weights travel in 2
+    bytes, twice; sums in 4; and AdamW's 30. Of sums on the devices, the sum alone comes to the host, once."""
     parameter = HostBytes(up=4, down=4, parameters=1)
     assert [parameter.moved(ranks) for ranks in (1, 2, 4, 8)] == [38, 58, 82, 130]
     assert [parameter.moved(ranks, on_devices=True) for ranks in (1, 2, 4, 8)] == [38, 42, 50, 66]
-
-
-def test_sums_on_devices_send_a_share_over_each_link():
-    """Where downloads take longest, n ranks are faster than one by more than n."""
     slow = [each._replace(down=0.5) for each in layers(12, 0.05)]
     moved = [HostBytes(4, 4, 1)] * 13
     host, device = (ranks_time(slow, OUTSIDE, moved, 4, dram=1e12, on_devices=each) for each in (False, True))
@@ -197,8 +161,7 @@ def test_the_document_has_the_table_of_the_formula():
     ("name", "ranks", "where"), combinations(MACHINES, [2, 8, *more(16, 32, 64)], WHERE, together=1)
 )
 def test_a_virtual_clock_takes_the_time_of_the_formula(name, ranks, where):
-    """The formula has no waits for slots, and no transfers that come at the same time: it is farthest from the clock
-    where devices and host memory take equally long."""
+    """They are farthest apart where devices and host memory take equally long."""
     machine, options = MACHINES[name], {"on_devices": WHERE[where]}
     clock, formula = on_clock(machine, ranks, **options), machine.by_formula(ranks, **options)
     clocked = ranks * on_clock(machine, 1).seconds / clock.seconds
@@ -210,12 +173,8 @@ def test_a_virtual_clock_takes_the_time_of_the_formula(name, ranks, where):
     assert run.busy["host memory"] * machine.dram == pytest.approx(formula.host_bytes - again)
 
 
-# ---- hosts
-
-
 def test_a_network_is_hidden_but_for_the_first_and_the_last_layer():
-    """The sums of the first layer, and its weights: half of 600 bytes each. What is outside the layers crosses alone.
-    A slow network is all that counts: sums after the first layer that is computed, and weights before the last one."""
+    """Half of 600 bytes each; what is outside the layers crosses alone. A slow network is all that counts."""
     load = HostsLoad(forward=12.0, backward=24.0, layers=[600] * 12 + [0])
     assert hosts_seconds(load, 2, 3000) == pytest.approx(12 + 24 + 2 * 0.1)
     assert hosts_seconds(load._replace(layers=[600] * 12 + [6000]), 2, 3000) == pytest.approx(36 + 2 * 0.1 + 2 * 1.0)

@@ -35,14 +35,9 @@ SIZE = 3 * mmap.PAGESIZE
 
 def opened() -> list[str]:
     """The open descriptors of such memory, and of sockets."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        if os.path.lexists(f"/proc/self/fd/{name}"):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    found = [os.readlink(file) for file in files if os.path.lexists(file)]
     return [each for each in found if each.startswith(("/memfd:hf_l2l", "socket:"))]
-
-
-# ---- the memory
 
 
 def test_the_memory_is_of_its_user_alone_and_its_size_is_sealed():
@@ -82,9 +77,6 @@ def unsealed(num_bytes: int) -> int:
     descriptor = os.memfd_create("hf_l2l test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     return descriptor
-
-
-# ---- a team in threads of this process
 
 
 @contextmanager
@@ -142,18 +134,24 @@ def test_memory_that_could_get_smaller_is_refused(monkeypatch, made):
 
 def test_a_rank_that_fails_before_it_has_sent_memory_is_not_waited_for(monkeypatch):
     """Also if its connection for descriptors stays open."""
-
-    def fails(num_bytes: int) -> int:
-        ranks[0].peers.tell_failure("it has no memory left")
-        raise ValueError("no memory")
-
-    monkeypatch.setattr(teams, "new_file", fails)
     with teams_of(2, timeout_s=2.0) as ranks:
+
+        def fails(num_bytes: int) -> int:
+            ranks[0].peers.tell_failure("it has no memory left")
+            raise ValueError("no memory")
+
+        monkeypatch.setattr(teams, "new_file", fails)
         found = at_once(*(lambda each=each: each.share(100, "a test") for each in ranks))
     assert isinstance(found[1], RankFailedError) and "rank 0 has failed: it has no memory left" in str(found[1])
 
 
-# ---- who is at the other end
+@contextmanager
+def listening(address: str) -> Iterator[socket.socket]:
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as server:
+        server.settimeout(30)
+        server.bind(address)
+        server.listen(4)
+        yield server
 
 
 def test_processes_of_other_users_are_left_out():
@@ -161,19 +159,14 @@ def test_processes_of_other_users_are_left_out():
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     address = f"\0hf_l2l-test-{os.getpid()}"
-    with ExitStack() as stack:
-        server = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
-        server.settimeout(30)
-        server.bind(address)
-        server.listen(4)
+    with ExitStack() as stack, listening(address) as server:
         child = os.fork()
         if child == 0:
             os.setuid(65534)
             other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             other.connect(address)
             os._exit(other.recv(1) != b"")
-        while not select.select([server], [], [], 30)[0]:
-            pass
+        assert select.select([server], [], [], 30)[0]
         for kind in (0, 1):  # those of rank 1 come after it
             to = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
             to.connect(address)
@@ -189,14 +182,9 @@ def test_a_rank_of_another_user_is_told(monkeypatch):
     address = f"\0hf_l2l-test-{os.getpid()}"
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as server:
-        server.bind(address)
-        server.listen(1)
-        with (
-            ExitStack() as at_errors,
-            pytest.raises(RuntimeError, match=f"one user .got .* of user {user}, and this one is of {user + 1}"),
-        ):
-            meeting.connected(1, [0, 1], [address[1:]] * 2, server, at_errors, 30.0)
+    said = f"one user .got .* of user {user}, and this one is of {user + 1}"
+    with listening(address) as server, ExitStack() as at_errors, pytest.raises(RuntimeError, match=said):
+        meeting.connected(1, [0, 1], [address[1:]] * 2, server, at_errors, 30.0)
 
 
 # ---- processes
@@ -210,15 +198,14 @@ def nothing() -> dict[str, Any]:
 
 def attached_again_and_again(count: int) -> list[dict[str, Any]]:
     found = [nothing()]
-    for number in range(count):
+    for _ in range(count):
         run = Ranked(eps_update="deferred")
         run.steps([0])
         assert mapped() > 3
         run.ended()
         del run
-        if number in (0, count - 1):
-            found.append(nothing())
-    return found
+        found.append(nothing())
+    return [*found[:2], found[-1]]
 
 
 def test_attaching_again_and_again_leaves_nothing(pool):

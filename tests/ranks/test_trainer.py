@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
+from benchmarks.hosts import NETWORK, namespaces
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from models import batch_for
 from rank_trainer import trained, trained_and_growing, trained_with_loss, trained_with_other_lengths
@@ -20,18 +27,19 @@ from training import measured, tiny_bert
 SAME = ("losses", "norms", "eval_loss", "predictions", "weights", "state", "step")
 UNCLIPPED = {"max_grad_norm": 0.0}
 DEFERRED = {"eps_update": "deferred"}
-CASES: dict[str, dict[str, Any]] = {
-    "bert": UNCLIPPED,
-    "dropout": {"warmup_steps": 2, "weight_decay": 0.1},
-    "llama": {},  # whose batches have unequal numbers of tokens
-}
 
 
-@pytest.mark.parametrize("case", ["dropout", *more("bert", "llama")])
-def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("dropout", {"warmup_steps": 2, "weight_decay": 0.1}),
+        *more(("bert", UNCLIPPED), ("llama", {})),  # whose batches have unequal numbers of tokens
+    ],
+)
+def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, model, options):
     rest = 70, None, True
-    plain = pool(2).run(trained, case, "hf", str(tmp_path / "hf"), CASES[case], *rest)
-    found = pool(2).run(trained, case, "l2l", str(tmp_path / "l2l"), {**CASES[case], **DEFERRED}, *rest)
+    plain = pool(2).run(trained, model, "hf", str(tmp_path / "hf"), options, *rest)
+    found = pool(2).run(trained, model, "l2l", str(tmp_path / "l2l"), {**options, **DEFERRED}, *rest)
     assert plain[0]["wrapped"] == "DistributedDataParallel" != found[0]["wrapped"]
     for rank in range(2):
         for what in SAME:
@@ -42,8 +50,7 @@ def test_two_ranks_have_the_bits_of_data_parallel(pool, tmp_path, case):
     ("options", "steps"), [({}, 2), *more(({"cmp": "fp16"}, 1), ({"eps_update": "eager", **UNCLIPPED}, 2))]
 )
 def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path, options, steps):
-    """Its batches are those of the ranks in turn. Each rank draws its dropout from the same seed: it is left out.
-    Losses are logged as means of ranks, and as sums, which are rounded in another order."""
+    """Without dropout, which each rank draws. Losses are rounded in another order."""
     options = {**DEFERRED, "l2l_merge_accumulation": "off", "max_steps": 3, **options}
     alone = {**options, "gradient_accumulation_steps": 2 * steps}
     expected = pool(1).run(trained, "llama", "l2l", str(tmp_path / "alone"), alone)[0]
@@ -55,8 +62,7 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(pool, tmp_path,
 
 
 def test_batches_that_ranks_accumulate(pool, tmp_path):
-    """They are not merged, and a warning says so. DistributedDataParallel first adds those of a rank, and then the
-    ranks; here all ranks are added in each: equal to rounding."""
+    """They are not merged, a warning says; DistributedDataParallel adds them in another order: equal to rounding."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 2}
     found = pool(2).run(trained, "llama", "l2l", str(tmp_path / "l2l"), {**options, **DEFERRED})
     assert found[0]["weights"] == found[1]["weights"]
@@ -77,9 +83,9 @@ def test_a_loss_with_parameters_is_trained(pool, tmp_path):
         assert each["norms"] == alone["norms"] and each["weights"] == alone["weights"]
         assert f"Ranks = 2, of which this is rank {rank}; it updates " in each["summary"]
     assert "Ranks" not in alone["summary"]
-    shares = [int(re.search(r"it updates ([0-9,]+) of", each["summary"])[1].replace(",", "")) for each in found]
-    total = int(re.search(r"of ([0-9,]+) trained parameters", found[0]["summary"])[1].replace(",", ""))
-    assert sum(shares) == total and min(shares) > 0
+    said = [re.search(r"it updates ([0-9,]+) of ([0-9,]+) trained parameters", each["summary"]) for each in found]
+    shares, totals = ([int(each[n].replace(",", "")) for each in said] for n in (1, 2))
+    assert sum(shares) == totals[0] == totals[1] and min(shares) > 0
 
 
 def test_other_modes_train(pool, tmp_path):
@@ -96,9 +102,9 @@ def test_other_modes_train(pool, tmp_path):
 
 def begun(folder: str) -> list[float]:
     """In the trace of this rank, when the first span begins, and when the last backward ends, in seconds."""
-    model = tiny_bert(layers=2)
+    model, rank = tiny_bert(layers=2), distributed.get_rank()
     eps = attach_l2l(model, L2LConfig(trace=f"{folder}/trace.json"))
-    if distributed.get_rank() == 0:  # an evaluation of its own
+    if rank == 0:  # an evaluation of its own
         with torch.no_grad():
             model(**batch_for(model))
         time.sleep(1.0)
@@ -107,9 +113,8 @@ def begun(folder: str) -> list[float]:
     model(**batch_for(model)).loss.backward()
     optimizer.step()
     detach_l2l(model)
-    name = "trace.json" if distributed.get_rank() == 0 else "trace.rank1.json"
-    with open(f"{folder}/{name}") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    text = Path(folder, "trace.json" if rank == 0 else "trace.rank1.json").read_text()
+    events = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
     backwards = [event["ts"] + event["dur"] for event in events if event["name"].startswith("backward")]
     return [min(event["ts"] for event in events) / 1e6, max(backwards) / 1e6]
 
@@ -130,8 +135,7 @@ EACH = {"l2l_noise_scale_every": "1"}
 
 @nightly
 def test_the_noise_scale_is_that_of_all_ranks(pool, tmp_path):
-    """In one process that accumulates the batches of the ranks in turn, they weigh the same: ranks divide by the
-    tokens of all of them."""
+    """Batches weigh the same in one process that accumulates them: ranks divide by the tokens of all."""
     options = {**NOISE, **EACH, "l2l_merge_accumulation": "off", "learning_rate": 0.0, "max_steps": 3}
     options |= {"logging_steps": 2}
     alone = {**options, "gradient_accumulation_steps": 2}
@@ -161,3 +165,72 @@ def test_batches_of_ranks_grow_together_and_are_resumed(pool, tmp_path):
     again = pool(2).run(trained_and_growing, "llama", "l2l", str(tmp_path), options, 70, checkpoint)
     for what in ("weights", "state", "step", "noise"):
         assert [each[what] for each in again] == [each[what] for each in found], what
+
+
+# ---- scripts under `torchrun` and `accelerate launch`, on one host and on two network namespaces
+
+
+Process = subprocess.Popen[str]
+HELPERS = Path(__file__).parent.parent / "helpers"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+ACCELERATE = [
+    *("-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"),
+    *("--dynamo_backend", "no", "--multi_gpu"),
+]
+
+
+def started(launcher: list[str], folder: Path, *more: str, before: tuple[str, ...] = (), **env: str) -> Process:
+    # Without the first one, gloo finds the addresses of the first attempt in the second: torch's own, on the CPU.
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": f"{HELPERS.parent.parent}:{HELPERS}"}
+    command = [*before, sys.executable, *launcher, str(HELPERS / "rank_script.py"), str(folder), *more]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, **pipes)
+
+
+def results(*processes: Process) -> list[str]:
+    """What one of them prints: ranks, steps, a digest of the weights."""
+    found = [each.communicate(timeout=170) for each in processes]
+    lines = [line for out, _ in found for line in out.splitlines() if line.startswith("RESULT")]
+    texts = "".join(out[-2000:] + error[-4000:] for out, error in found)
+    assert not any(each.returncode for each in processes) and len(lines) == 1, texts
+    return lines[0].split()[1:]
+
+
+@nightly  # that a rank's script ends: `test_programs.py`
+def test_accelerate_launch(tmp_path):
+    """`--multi_gpu` starts as many processes as are asked for. `--cpu` starts one: Accelerate leaves more to MPI."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    assert results(started([*ACCELERATE, "--main_process_port", port], tmp_path))[0] == "2"
+
+
+@nightly
+def test_torchrun_goes_on_after_a_rank_was_killed(tmp_path):
+    """From the last checkpoint, or from the generation of step 4: the rank is killed in step 5."""
+    again = [*TORCHRUN, "--max-restarts", "1"]
+    whole = results(started(TORCHRUN, tmp_path / "whole"))
+    assert whole[:2] == ["2", "6"] and (tmp_path / "whole" / "checkpoint-6" / "rng_state_1.pth").is_file()
+    assert results(started(again, tmp_path / "broken", "5")) == whole
+    assert results(started(again, tmp_path / "other", "5", "realtime")) == whole
+    assert [path.name for path in (tmp_path / "other-now").iterdir()] == ["checkpoint-6"]
+
+
+@nightly
+def test_torchrun_on_two_hosts(tmp_path):
+    """One rank on each has the bits of two on one; two on each end as they should."""
+    if os.getuid() != 0 or subprocess.run(["ip", "netns", "list"], check=False).returncode:
+        pytest.skip("only root can make network namespaces")
+    found = []
+    for hosts, ranks in ((1, 2), (2, 1), (2, 2)):
+        with namespaces(2, 1000) if hosts > 1 else nullcontext([""]) as names:
+            nodes = []
+            for node, name in enumerate(names):
+                address = f"{NETWORK}.1" if hosts > 1 else "127.0.0.1"
+                launcher = ["-m", "torch.distributed.run", "--nnodes", str(hosts), "--node_rank", str(node)]
+                launcher += ["--nproc_per_node", str(ranks), "--master_port", "29517", "--master_addr", address]
+                before = ("ip", "netns", "exec", name) if hosts > 1 else ()
+                env = {"GLOO_SOCKET_IFNAME": "eth0"} if hosts > 1 else {}
+                nodes.append(started(launcher, tmp_path / f"{hosts}.{ranks}", before=before, **env))
+            found.append(results(*nodes))
+    assert found[0] == found[1] and found[2][0] == "4"

@@ -1,45 +1,46 @@
-"""Which rank counts as failed, and who is told: several `Peers` in this process, connected by sockets."""
+"""Messages among ranks, which rank counts as failed, and who is told: several `Peers` in this process, connected by
+sockets."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
+import queue
+import re
 import select
 import signal
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
-from connected_ranks import LONG_S, TIMEOUT_S, at_once, connected, met, one_and_raw, until, until_failed
+from connected_ranks import LONG_S, TIMEOUT_S, at_once, connected, met, one_and_raw, some, until, until_failed
 from hf_l2l import RankFailedError
-from hf_l2l.ranks import watch
-from hf_l2l.ranks.messages import BARRIER, FAILED, HEARTBEAT, LEAVING, UPDATED
-from hf_l2l.ranks.peers import Peers
+from hf_l2l.across_hosts.calls import failing_with_ranks
+from hf_l2l.ranks import counterparts, watch
+from hf_l2l.ranks.messages import BARRIER, FAILED, HEARTBEAT, LANDED, LATE, LEAVING, STEP, UPDATED
+from hf_l2l.ranks.peers import OtherCallsError, Peers
 from hf_l2l.ranks.watch import HEADER
+from hf_l2l.runtime.stall_log import StallLog
 from rank_programs import Program, Programs
 from tiers import ALL, nightly
 
-# ---- failure
-
 
 def test_the_end_of_a_rank_ends_a_wait_with_its_number():
-    sockets = connected(3)
-    ranks = [Peers(rank, sockets[rank], LONG_S) for rank in (0, 2)]
+    with some(3, 0, 2) as ([first, last], sockets):
 
-    def die() -> None:
-        for each in sockets[1].values():
-            each.close()
+        def die() -> None:
+            for each in sockets[1].values():
+                each.close()
 
-    try:
-        found = at_once(
-            lambda: ranks[0].gather(BARRIER, 1, b"", "the test"), lambda: ranks[1].gather(BARRIER, 1, b"", "it"), die
-        )
-    finally:
-        for each in ranks:
-            each.close()
+        waits = (lambda: first.gather(BARRIER, 1, b"", "the test"), lambda: last.gather(BARRIER, 1, b"", "it"))
+        found = at_once(*waits, die)
     assert pickle.loads(pickle.dumps(found[0])).rank == 1  # noqa: S301
     for rank, error, why in ((0, found[0], "the test"), (2, found[1], "it")):
         assert isinstance(error, RankFailedError) and error.rank == 1
@@ -73,33 +74,26 @@ def test_a_rank_that_leaves_is_a_failure_only_for_who_waits_for_it():
 
 def test_a_rank_that_has_left_does_not_end_the_wait_for_a_slower_one():
     """Rank 2 has all that it needs, and leaves; rank 1 does not have the message of rank 0 yet."""
-    sockets = connected(3)
-    one = Peers(1, sockets[1], LONG_S)
-    raw = {to: sockets[to][1] for to in (0, 2)}
-    try:
+    with some(3, 1) as ([one], sockets):
 
         def others() -> None:
-            raw[2].send(HEADER.pack(BARRIER, 1))
-            raw[2].send(HEADER.pack(LEAVING, 0))
+            sockets[2][1].send(HEADER.pack(BARRIER, 1))
+            sockets[2][1].send(HEADER.pack(LEAVING, 0))
             until(lambda: 2 in one.state.left)
-            raw[0].send(HEADER.pack(BARRIER, 1))
+            sockets[0][1].send(HEADER.pack(BARRIER, 1))
 
         found = at_once(lambda: one.gather(BARRIER, 1, b"", "test"), others)
-    finally:
-        one.close()
-        for each in (*sockets[0].values(), *sockets[2].values()):
-            each.close()
     assert found[0] == {0: b"", 1: b"", 2: b""}
 
 
 def test_what_a_rank_has_sent_before_it_left_is_taken():
-    with met(2) as ranks:
-        ranks[1].send(BARRIER, 1, b"last")
-        ranks[1].close()
-        until(lambda: 1 in ranks[0].state.left)
-        assert ranks[0].gather(BARRIER, 1, b"own", "test") == {0: b"own", 1: b"last"}
-        ranks[0].send(UPDATED, 1)  # to nobody
-        ranks[0].check()
+    with met(2) as (rank, other):
+        other.send(BARRIER, 1, b"last")
+        other.close()
+        until(lambda: 1 in rank.state.left)
+        assert rank.gather(BARRIER, 1, b"own", "test") == {0: b"own", 1: b"last"}
+        rank.send(UPDATED, 1)  # to nobody
+        rank.check()
 
 
 def test_a_rank_that_leaves_with_a_full_socket_has_left_in_order():
@@ -111,11 +105,9 @@ def test_a_rank_that_leaves_with_a_full_socket_has_left_in_order():
                 rank.state.sockets[1].send(HEADER.pack(UPDATED, 0) + bytes(2**12), socket.MSG_DONTWAIT)
         closing.start()
         time.sleep(0.05)  # it finds no room
-        kinds = []
-        while message := raw.recv(2**16):
-            kinds.append(HEADER.unpack_from(message)[0])
+        *_, last = iter(lambda: raw.recv(2**16), b"")
         closing.join(30)
-    assert kinds[-1] == LEAVING
+    assert HEADER.unpack_from(last)[0] == LEAVING
 
 
 def test_a_message_to_a_rank_that_is_leaving_does_not_make_it_failed():
@@ -139,8 +131,6 @@ def test_the_first_cause_is_told_not_the_messenger():
 
 def test_a_rank_that_leaves_while_its_thread_tells_of_another_one_waits_for_that(monkeypatch):
     """Else who hears of its end only would take it for the cause."""
-    sockets = connected(3)
-    rank = Peers(0, sockets[0], LONG_S)
     send_all, has_left = watch.send_to_all, threading.Event()
 
     def late(state: watch.State, message: bytes) -> None:
@@ -149,13 +139,13 @@ def test_a_rank_that_leaves_while_its_thread_tells_of_another_one_waits_for_that
         send_all(state, message)
 
     monkeypatch.setattr(watch, "send_to_all", late)
-    with sockets[2][0] as raw, sockets[2][1], sockets[1][2]:
+    with some(3, 0) as ([rank], sockets):
         sockets[1][0].close()
         until(lambda: rank.state.is_announced)
         rank.tell_failure("its model cannot be attached")
         rank.close()
         has_left.set()
-        messages = [message for message in iter(lambda: raw.recv(1024), b"") if message[0] != HEARTBEAT]
+        messages = [each for each in iter(lambda: sockets[2][0].recv(1024), b"") if each[0] != HEARTBEAT]
     assert [HEADER.unpack_from(message) for message in messages] == [(FAILED, 1)]
 
 
@@ -186,32 +176,32 @@ def test_an_error_in_a_handler_is_a_failure_of_this_rank():
 
 def test_a_wait_ends_when_its_own_rank_leaves():
     """As that of the thread that adds gradients when the model is detached."""
-    with met(2) as ranks:
-        found = at_once(lambda: ranks[0].gather(BARRIER, 1, b"", "test"), ranks[0].close)
+    with met(2) as (rank, _):
+        found = at_once(lambda: rank.gather(BARRIER, 1, b"", "test"), rank.close)
     assert isinstance(found[0], RankFailedError) and "rank 0 has left the others" in str(found[0])
 
 
 def test_an_error_that_is_kept_has_not_been_told():
     """The process is ended unless some thread of the program has got the error."""
-    with met(2) as ranks:
-        ranks[0].state.fail(1, "test")
-        told = ranks[0].state.told
+    with met(2) as (rank, _):
+        rank.state.fail(1, "test")
+        told = rank.state.told
 
         def kept() -> None:
             with contextlib.suppress(RankFailedError):
-                ranks[0].check()
-            ranks[0].error_is_kept()
+                rank.check()
+            rank.error_is_kept()
 
         at_once(kept)
         assert not told
         with pytest.raises(RankFailedError):
-            ranks[0].check()
+            rank.check()
         assert told
         at_once(kept)
         assert told  # by another thread
-        ranks[0].error_is_kept()
+        rank.error_is_kept()
         assert not told
-        ranks[0].error_is_raised()  # or the thread would end this process
+        rank.error_is_raised()  # or the thread would end this process
 
 
 def test_nothing_is_left_of_ranks_that_leave_or_are_given_up():
@@ -219,14 +209,10 @@ def test_nothing_is_left_of_ranks_that_leave_or_are_given_up():
     for _ in range(5):
         with met(3):
             pass
-    sockets = connected(2)
-    other, given_up = Peers(0, sockets[0], LONG_S), Peers(1, sockets[1], LONG_S)
-    del given_up
-    try:
+    with some(2, 0) as ([other], sockets):
+        Peers(1, sockets[1], LONG_S)  # is given up at once
         until(lambda: 1 in other.state.left)
         until(lambda: threading.active_count() == threads + 1)
-    finally:
-        other.close()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
 
 
@@ -259,7 +245,7 @@ def test_forked_processes_do_not_keep_connections_open():
 
 
 _RANK = """
-import os, select, signal, socket, sys, threading, time
+import os, signal, socket, sys, threading, time
 from hf_l2l.ranks.peers import Peers, RankFailedError
 rank = Peers(NUMBER, {to: socket.socket(fileno=file) for to, file in zip(OTHERS, FILES)}, TIMEOUT_S)
 print("ready", flush=True)
@@ -307,18 +293,17 @@ ENDS = {
 @pytest.mark.parametrize("program", ENDS if ALL else [*ENDS][:1])
 def test_how_a_program_has_ended(programs, program):
     """One that raises is a failure, also for ranks that do not wait for it. A forked process is no rank."""
-    sockets, expected = connected(2), ENDS[program]
-    process = begun(programs, program, 1, sockets[1], LONG_S)
-    rank = Peers(0, sockets[0], LONG_S)
-    try:
+    expected = ENDS[program]
+    with some(2, 0) as ([rank], sockets):
+        process = begun(programs, program, 1, sockets[1], LONG_S)
         process.ended(30)
         if "ended its training" in expected:
             until(lambda: 1 in rank.state.left)
             rank.check()
-        error = until_failed(rank, "test")
-        assert error.rank == 1 and str(error).startswith(f"rank 1 has failed: {expected}")
-    finally:
-        rank.close()
+            with pytest.raises(RankFailedError, match=f"rank 1 has failed: {expected}"):
+                rank.check("test")
+        else:
+            assert str(until_failed(rank)).startswith(f"rank 1 has failed: {expected}")
 
 
 _ANSWERS = """
@@ -348,30 +333,158 @@ def test_ranks_that_are_all_stopped_go_on(programs):
 
 @nightly
 def test_a_stopped_rank_is_a_failure_and_wakes_up_to_an_error(programs):
-    sockets, limit_s = connected(2), 2 * TIMEOUT_S  # on a busy machine, a rank that runs may be late for seconds
-    process = begun(programs, _ANSWERS, 1, sockets[1], limit_s)
-    rank = Peers(0, sockets[0], limit_s)
-    try:
+    limit_s = 2 * TIMEOUT_S  # on a busy machine, a rank that runs may be late for seconds
+    with some(2, 0, timeout_s=limit_s) as ([rank], sockets):
+        process = begun(programs, _ANSWERS, 1, sockets[1], limit_s)
         rank.gather(BARRIER, 1, b"", "test")
         process.kill(signal.SIGSTOP)
         with pytest.raises(RankFailedError, match="rank 1 has failed: it has not answered for 2 seconds"):
             rank.gather(BARRIER, 2, b"", "test")
-    finally:
-        rank.close()
-        process.kill(signal.SIGCONT)
+    process.kill(signal.SIGCONT)
     status, _, text = process.ended(30, "go on\n" * 3)
     assert status != 0 and "rank 1 has failed: it has not answered" in text
 
 
 def test_the_reason_of_a_rank_is_heard_that_has_not_read_what_it_was_sent():
     """Its socket was closed with messages in it: the reset comes before what it had said."""
-    sockets = connected(2)
-    rank, other = Peers(0, sockets[0], TIMEOUT_S), sockets[1][0]
-    try:
+    with one_and_raw(TIMEOUT_S) as (rank, other):
         assert select.select([other], [], [], TIMEOUT_S)[0], "a heartbeat is in its socket"
         other.send(HEADER.pack(FAILED, 1) + b"no memory")
         other.close()
         with pytest.raises(RankFailedError, match="rank 1 has failed: no memory"):
             rank.gather(BARRIER, 1, b"", "test")
+
+
+# ---- messages
+
+
+def test_messages_of_a_rank_are_handled_in_their_order_early_ones_first():
+    """Some come before there is a handler, some while the early ones are handled."""
+    found: list[tuple[int, int]] = []
+    handles = threading.Event()
+
+    def received(rank: int, number: int, content: bytes) -> None:
+        handles.set()
+        time.sleep(0.002 if number < 10 else 0)
+        assert content == bytes(number)
+        found.append((rank, number))
+
+    with met(3) as ranks:
+        for number in range(10):
+            for sender in (1, 2):
+                ranks[sender].send(UPDATED, number, bytes(number))
+        until(lambda: sum(len(each) for each in ranks[0].state.waiting.values()) == 20)
+
+        def later() -> None:
+            handles.wait(30)
+            for number in range(10, 20):
+                ranks[1].send(UPDATED, number, bytes(number))
+                ranks[2].send(UPDATED, number, bytes(number))
+
+        at_once(lambda: ranks[0].on(UPDATED, received), later)
+        until(lambda: len(found) == 40)
+    for sender in (1, 2):
+        assert [number for rank, number in found if rank == sender] == list(range(20))
+
+
+def test_a_full_socket_does_not_stop_two_ranks_that_send_to_each_other():
+    """More than the buffers of the sockets have room for, while neither takes anything."""
+    content, count = bytes(2**15), 200
+
+    def send(rank: Peers) -> None:
+        for number in range(count):
+            rank.send(UPDATED, number, content)
+
+    with met(2) as ranks:
+        at_once(lambda: send(ranks[0]), lambda: send(ranks[1]))
+        for rank in ranks:
+            until(lambda rank=rank: len(rank.state.waiting[UPDATED, 1 - rank.rank]) == count)
+
+
+def test_a_rank_that_does_not_read_is_waited_for_until_it_fails():
+    """Its socket is full: `send` ends with an error, not never."""
+    with one_and_raw(TIMEOUT_S) as (rank, _), pytest.raises(RankFailedError, match="rank 1 has failed") as error:
+        for number in range(10**6):
+            rank.send(UPDATED, number, bytes(2**15))
+    assert error.value.rank == 1
+
+
+def test_descriptors_from_1024_on_are_watched(monkeypatch):
+    """As of programs with many open files."""
+    sockets = connected(2)
+    before = sockets[0][1]
+    high = fcntl.fcntl(before.fileno(), fcntl.F_DUPFD_CLOEXEC, 1100)
+    before.close()
+    ranks = [Peers(0, {1: socket.socket(fileno=high)}, LONG_S), Peers(1, sockets[1], LONG_S)]
+    try:
+        found = at_once(*(lambda rank=rank: rank.gather(BARRIER, 1, b"x", "test") for rank in ranks))
     finally:
-        rank.close()
+        for rank in ranks:
+            rank.close()
+    assert found == [{0: b"x", 1: b"x"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "numbers"),
+    [((STEP, STEP, LANDED), (1, 1, 1)), ((LATE, LATE, STEP), (1, 1, 1)), ((BARRIER, BARRIER), (0, 1))],
+    ids=["a rank has gone on", "a rank is in a step", "ranks are at different numbers"],
+)
+def test_ranks_that_wait_for_different_things_are_told(kinds, numbers):
+    with met(len(kinds)) as ranks:
+        calls = zip(ranks, kinds, numbers, strict=True)
+        found = at_once(*(lambda r=r, k=k, n=n: r.gather(k, n, b"", "all are there") for r, k, n in calls))
+    assert any(isinstance(error, OtherCallsError) for error in found)
+    for error in found:
+        assert isinstance(error, RuntimeError) and "all ranks must run the same forwards, backwards" in str(error)
+        either = "rank 0 is at number 0 and rank 1 at 1|rank 1 is at number 1 and rank 0 at 0"
+        assert len(kinds) > 2 or re.search(either, str(error))
+
+
+@nightly
+def test_a_wait_is_logged_though_heartbeats_come(monkeypatch):
+    """Several in each interval in which a wait looks around."""
+    began = threading.Event()
+    monkeypatch.setattr(StallLog, "set_phase", lambda *_: began.set())
+    with one_and_raw(1.0) as (rank, raw):
+        ends = time.monotonic() + TIMEOUT_S
+
+        def is_over() -> bool:
+            return began.is_set() or time.monotonic() > ends
+
+        def beat() -> None:
+            while not is_over():
+                raw.send(HEADER.pack(HEARTBEAT, 0))
+                time.sleep(0.02)
+
+        at_once(beat, lambda: rank.wait(is_over, "test"))
+    assert began.is_set()
+
+
+def test_any_error_of_a_call_to_another_host_is_told():
+    calls, call = queue.SimpleQueue[Any](), counterparts.Call(lambda: 1 / 0)
+    calls.put(call)
+    calls.put(None)
+    counterparts.run_calls(calls, threading.Condition())
+    assert call.is_over and isinstance(call.error, ZeroDivisionError)
+
+
+def test_errors_of_a_call_come_through_at_once_or_name_the_lost_rank_that_makes_it():
+    with met(2) as ranks:
+        since = time.monotonic()
+        for error in (torch.OutOfMemoryError("no memory"), ValueError("wrong")):
+            with pytest.raises(type(error)) as raised, failing_with_ranks([1], ranks[0], "test"):
+                raise error
+            assert raised.value is error and not ranks[0].has_failed
+        assert time.monotonic() - since < LONG_S / 2
+        ranks[1].tell_failure("it has no memory left")
+        for error in (RuntimeError("closed"), distributed.DistNetworkError("closed")):
+            with pytest.raises(RankFailedError, match="rank 1 has failed: it has no memory left"):
+                with failing_with_ranks([1], ranks[0], "test"):
+                    raise error
+
+
+def test_a_reason_that_is_too_long_says_so():
+    with met(2) as ranks:
+        ranks[1].tell_failure("\N{SNOWMAN}" * 50_000)
+        with pytest.raises(RankFailedError, match=r"rank 1 has failed: \N{SNOWMAN}{10000,} \[\.\.\.\]$"):
+            ranks[0].gather(BARRIER, 1, b"", "")
