@@ -296,6 +296,18 @@ def test_tests_go_on_in_another_process(stub):
     assert how_of(stub) == {"smoke": "ended"} and len(gpu_report.of_kind(rows, "process")) == 3
 
 
+@nightly
+def test_a_call_ends_in_time(stub, monkeypatch):
+    monkeypatch.setattr(gpu, "END_S", 4.0)
+    monkeypatch.setattr(gpu, "START_S", 0.0)
+    monkeypatch.setattr(gpu, "PLAN", {name: part._replace(seconds=0.0) for name, part in gpu.PLAN.items()})
+    assert gpu.main(["1b-trainer", "8b", "--out", str(stub), "--minutes", "0.1"]) == 0
+    assert how_of(stub) == {
+        "1b-trainer": "stopped: no time was left",
+        "8b": "not begun: no time was left (it needs about 0 s)",
+    }
+
+
 def test_a_runner_that_is_stopped_stops_its_worker(stub):
     text = (
         "import sys; from pathlib import Path; from benchmarks import gpu\n"
