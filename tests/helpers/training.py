@@ -15,7 +15,6 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l
-from hf_l2l.hf.attach import attachment_of
 from models import VOCAB, batch_for
 
 # transformers 5.23 renamed the option.
@@ -143,38 +142,6 @@ def assert_same_run(found: hf.Trainer, expected: hf.Trainer) -> None:
     for index, state in theirs["state"].items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(ours["state"][index][key]), torch.as_tensor(value)), (index, key)
-
-
-class Averaged(hf.TrainerCallback):
-    """An average of the weights, over what `p.data` was when the training began, or is after each step."""
-
-    def __init__(self, data: str) -> None:
-        self.data = data
-
-    def on_train_begin(self, *args: Any, model: nn.Module, **more: Any) -> None:
-        self.kept = [p.data for p in model.parameters()]
-        self.average = [each.clone() for each in self.kept]
-
-    def on_step_end(self, *args: Any, model: nn.Module, **more: Any) -> None:
-        if self.data == "synchronized":
-            attached = attachment_of(model)
-            assert attached is not None
-            attached.eps.synchronize()
-        now = [p.data for p in model.parameters()] if self.data == "read again" else self.kept
-        for average, each in zip(self.average, now, strict=True):
-            average.lerp_(each, 0.1)
-
-
-def check_average(folder: Path, eps_update: str, data: str) -> None:
-    """Assert that an average over `data` of weights is that which a callback of plain Trainer makes."""
-    plain, ours = Averaged("kept"), Averaged(data)
-    usual: dict[str, Any] = {"max_grad_norm": 0.0, "use_cpu": True}
-    plain_trainer(folder / "plain", model=tiny_bert(dropout=0.0), **usual, callbacks=[plain]).train()
-    del usual["use_cpu"]
-    made = l2l_trainer(folder / "l2l", model=tiny_bert(dropout=0.0), **usual, callbacks=[ours], eps_update=eps_update)
-    made.train()
-    for expected, found in zip(plain.average, ours.average, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers as hf
-from torch.utils.data import IterableDataset
 
 from accumulated import train
 from hf_l2l import L2LBatchGrowth
 from hf_l2l.noise import growth as growth_of
 from hf_l2l.noise import trainer_part
 from hf_l2l.noise.estimate import NoiseScale
+from plain import Streamed
 from runs import assert_same_run, assert_same_tensors
+from saving import At
 from tiers import cpu_suffices, more, nightly
 from training import l2l_trainer, rows, tiny_bert
 
@@ -34,22 +36,20 @@ RUN: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _looks(monkeypatch):
-    """At each step."""
-    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 1)
-    monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 0)
-
-
-@pytest.fixture
 def critical(monkeypatch):
-    """The critical batch after so many measured steps, in the place of the measured one."""
+    """The critical batch after so many measured steps, in the place of the measured one; it is looked at in each."""
     found: dict[int, float] = {}
 
     def at(self: NoiseScale) -> float:
         return max((value for step, value in found.items() if step <= self.steps), default=1.0)
 
+    monkeypatch.setattr(trainer_part, "LOOKS_EVERY", 1)
+    monkeypatch.setattr(growth_of, "FEWEST_MEASURED", 0)
     monkeypatch.setattr(NoiseScale, "critical_batch", property(at))
     return found
+
+
+MEASURED = NoiseScale.critical_batch
 
 
 class Watch(hf.TrainerCallback):
@@ -117,15 +117,15 @@ def test_the_same_rows_in_fewer_steps(tmp_path, critical):
     assert logged == [4 * each for each in (*of_growth.steps[1:], of_growth.steps[-1])]
 
 
-BOUNDS = [
-    (16, "sqrt", math.sqrt(2), [1, 1, 1, 1, 2, 2, 4]),
-    (16, "linear", 2.0, [1, 1, 1, 1, 2, 2, 4]),
-    (15, "keep", 1.0, [1, 1, 1, 1, 2, 2, 2, 2]),
-]
-
-
 @cpu_suffices
-@pytest.mark.parametrize(("most", "rule", "factor", "steps"), BOUNDS)
+@pytest.mark.parametrize(
+    ("most", "rule", "factor", "steps"),
+    [
+        (16, "sqrt", math.sqrt(2), [1, 1, 1, 1, 2, 2, 4]),
+        (16, "linear", 2.0, [1, 1, 1, 1, 2, 2, 4]),
+        (15, "keep", 1.0, [1, 1, 1, 1, 2, 2, 2, 2]),
+    ],
+)
 def test_a_bound_holds_and_the_learning_rate_is_scaled_by_a_rule(tmp_path, critical, most, rule, factor, steps):
     critical.update({2: 100.0})
     made, watch, _ = grown(tmp_path, L2LBatchGrowth(most, rule), lr_scheduler_type="constant", num_train_epochs=1)
@@ -136,12 +136,13 @@ def test_a_bound_holds_and_the_learning_rate_is_scaled_by_a_rule(tmp_path, criti
 
 @nightly
 @cpu_suffices
-def test_batches_grow_with_what_is_measured(tmp_path):
-    """Without anything in the place of the measured scale; and what is logged is what decides."""
+def test_batches_grow_with_what_is_measured(tmp_path, critical, monkeypatch):
+    """With what is logged."""
+    monkeypatch.setattr(NoiseScale, "critical_batch", MEASURED)
     made, watch, _ = grown(tmp_path, L2LBatchGrowth(32), learning_rate=3e-3, num_train_epochs=4)
     made.train()
     logged = [entry.get("l2l_critical_batch") for entry in made.state.log_history if "loss" in entry]
-    for step, (before, after) in enumerate(zip(watch.steps, watch.steps[1:], strict=False)):
+    for step, (before, after) in enumerate(itertools.pairwise(watch.steps)):
         assert after == before or any(each and each >= 8 * before for each in logged[: step + 1])
     assert len(logged) == len(watch.steps) and watch.steps[-1] > watch.steps[0]
 
@@ -163,26 +164,18 @@ def test_it_looks_once_enough_steps_are_measured(tmp_path, critical, monkeypatch
 # ---- resumed
 
 
-class Save(hf.TrainerCallback):
-    """Saves as transformers does when a job is about to end (`enable_jit_checkpoint`): in its own `on_step_end`."""
-
-    whole: Any = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.whole._save_checkpoint(self.whole.model, None)
-
-
 @cpu_suffices
 @pytest.mark.parametrize(("saves", "restores"), [("trainer", True), ("callback", False)])
 def test_it_is_resumed_exactly(tmp_path, critical, saves, restores):
+    """Also where a callback saves, as transformers does when a job is about to end (`enable_jit_checkpoint`)."""
     critical.update({3: 8.0, 5: 100.0})
     options: dict[str, Any] = {"restore_callback_states_from_checkpoint": restores}
     resumed = (5, *(() if saves == "callback" else (2,)), *more(1, 3, 4, 6, 7, 8, 9))
     asked = [SaveAt(*resumed)] if saves == "trainer" else []
     whole, watch, seen = grown(tmp_path, L2LBatchGrowth(16, "sqrt"), *asked, **options)
     if saves == "callback":
-        Save.whole = whole
-        whole.callback_handler.callbacks.insert(0, Save())
+        save = At("on_step_end", None, lambda: whole._save_checkpoint(whole.model, None))
+        whole.callback_handler.callbacks.insert(0, save)
     train(whole)
     assert whole.state.global_step == 10
     for at in resumed:
@@ -241,47 +234,38 @@ def test_data_that_are_not_skipped_begin_an_epoch(tmp_path, critical):
 # ---- errors
 
 
-class Fail(hf.TrainerCallback):
+def fail(made: hf.Trainer, batches: int, error: BaseException) -> None:
     """Raises once, in the first step of so many batches."""
+    errors = [error]
 
-    def __init__(self, batches: int, error: BaseException) -> None:
-        self.batches, self.errors = batches, [error]
+    def at_begin() -> None:
+        if made.args.gradient_accumulation_steps == batches and errors:
+            raise errors.pop()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.gradient_accumulation_steps == self.batches and self.errors:
-            raise self.errors.pop()
+    made.add_callback(At("on_step_begin", None, at_begin))
 
 
 @nightly
 @cpu_suffices
 def test_arguments_are_given_back_after_an_error(tmp_path, critical):
-    critical.update({1: 100.0})
+    """And a search for a batch size begins with the first batch, of fewer rows."""
+    critical.update({1: 1000.0})
     made, _, _ = grown(tmp_path, L2LBatchGrowth(8))
-    made.add_callback(Fail(2, KeyboardInterrupt()))
+    fail(made, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         made.train()
     assert made.args.gradient_accumulation_steps == 1
-
-
-@nightly
-@cpu_suffices
-def test_a_search_for_a_batch_size_begins_with_the_first_batch(tmp_path, critical):
-    critical.update({1: 1000.0})
     made, watch, _ = grown(tmp_path, L2LBatchGrowth(16), auto_find_batch_size=True, num_train_epochs=1)
-    made.add_callback(Fail(4, RuntimeError("CUDA out of memory.")))
+    fail(made, 4, RuntimeError("CUDA out of memory."))
     train(made)
-    assert watch.steps[watch.steps.index(4) + 1] == 1  # with batches of fewer rows
+    assert watch.steps[watch.steps.index(4) + 1] == 1
     assert made.state.epoch == 1.0 and made.args.gradient_accumulation_steps == 1
-
-
-class Streamed(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Any:
-        return iter(rows(ROWS))
 
 
 @cpu_suffices
 def test_data_of_unknown_length_and_a_bound_below_twice_the_batch_are_refused(tmp_path):
-    for most, data, said in ((8, Streamed(), "a length"), (7, rows(ROWS), "at least twice the rows of a step, 8")):
+    few = "at least twice the rows of a step, 8"
+    for most, data, said in ((8, Streamed(rows(ROWS)), "a length"), (7, rows(ROWS), few)):
         made, _, _ = grown(tmp_path, L2LBatchGrowth(most), max_steps=2)
         made.train_dataset = data
         with pytest.raises(ValueError, match=said):

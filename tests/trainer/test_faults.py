@@ -4,7 +4,6 @@ resumed from with the bits of a training without the exception."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hf_l2l import detach_l2l
 from left_over import own_threads
 from plain import small_bert, trained
 from runs import assert_same_run, assert_same_tensors, run_of_trainer
-from tiers import ALL, cpu_suffices
+from tiers import ALL, cpu_suffices, more
 from training import l2l_trainer, left_in
 
 RUN: dict[str, Any] = {
@@ -29,8 +28,6 @@ RUN: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "per_device_train_batch_size": 4,
 }
-AFTER = 2
-"""Steps that are finished when something raises."""
 pytestmark = pytest.mark.filterwarnings("ignore:batch 4 x accumulation 2 moves the weights")
 
 
@@ -39,94 +36,58 @@ class FaultError(Exception):
 
 
 class Armed:
-    """Raises an error once, from the step after `AFTER` on."""
+    """Raises an error once, after two steps."""
 
     def __init__(self, error: BaseException) -> None:
         self.error: BaseException | None = error
         self.trainer: Any = None
 
     def __call__(self, *, whatever_the_step: bool = False) -> None:
-        if self.error is not None and (whatever_the_step or self.trainer.state.global_step >= AFTER):
+        if self.error is not None and (whatever_the_step or self.trainer.state.global_step >= 2):
             error, self.error = self.error, None
             raise error
 
 
-EVENTS = ("on_train_begin", "on_step_end", "on_save")
-MORE_EVENTS = ("on_train_end", "on_epoch_begin", "on_pre_optimizer_step", "on_substep_end", "on_log", "on_epoch_end")
+def install(made: Any, place: str, armed: Armed) -> None:
+    """Something in this place of the training, or a callback for this event, calls `armed`."""
+    layer: nn.Module = made.model.bert.encoder.layer[1].intermediate
+    collate, compute_loss = made.data_collator, made.compute_loss
 
-
-class _Callback(hf.TrainerCallback):
-    def __init__(self, event: str, armed: Armed) -> None:
-        self.armed = armed
-        self.is_at_begin = event in ("on_train_begin", "on_epoch_begin")  # before any step
-        setattr(self, event, self._raise)
-
-    def _raise(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.armed(whatever_the_step=self.is_at_begin)
-
-
-def in_data(made: Any, armed: Armed) -> None:
-    collate = made.data_collator
-
-    def broken(found: Any) -> Any:
-        armed()
-        return collate(found)
-
-    made.data_collator = broken
-
-
-def in_metrics(made: Any, armed: Armed) -> None:
-    def broken(found: Any) -> dict[str, float]:
-        armed()
-        return {}
-
-    made.compute_metrics = broken
-
-
-def in_loss(made: Any, armed: Armed) -> None:
-    compute = made.compute_loss
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        loss = compute(*args, **kwargs)
+    def in_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = compute_loss(*args, **kwargs)
         armed()
         return loss
 
-    made.compute_loss = broken
-
-
-def _layer(made: Any) -> nn.Module:
-    found: nn.Module = made.model.bert.encoder.layer[1].intermediate
-    return found
-
-
-def in_forward(made: Any, armed: Armed) -> None:
-    _layer(made).register_forward_pre_hook(lambda *_: armed())
-
-
-def in_recompute(made: Any, armed: Armed) -> None:
-    def broken(*_: Any) -> None:
+    def in_recompute(*_: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             armed()
 
-    _layer(made).register_forward_pre_hook(broken)
-
-
-def in_backward(made: Any, armed: Armed) -> None:
-    def hooked(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+    def in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
         if out.requires_grad:
             out.register_hook(lambda gradient: armed())
 
-    _layer(made).register_forward_hook(hooked)
+    if place == "data":
+        made.data_collator = lambda found: armed() or collate(found)
+    elif place == "metrics":
+        made.compute_metrics = lambda found: armed() or {}
+    elif place == "loss":
+        made.compute_loss = in_loss
+    elif place in ("forward", "recompute"):
+        layer.register_forward_pre_hook(in_recompute if place == "recompute" else lambda *_: armed())
+    elif place == "backward":
+        layer.register_forward_hook(in_backward)
+    else:
+        is_at_begin = place in ("on_train_begin", "on_epoch_begin")  # before any step
+        callback = hf.TrainerCallback()
+        setattr(callback, place, lambda *_, **__: armed(whatever_the_step=is_at_begin))
+        made.add_callback(callback)
 
 
-PLACES: dict[str, Callable[[Any, Armed], None]] = {
-    "data": in_data,
-    "metrics": in_metrics,
-    "loss": in_loss,
-    "forward": in_forward,
-    "recompute": in_recompute,
-    "backward": in_backward,
-}
+PLACES = [
+    *("data", "metrics", "loss", "forward", "recompute", "backward"),
+    *("on_train_begin", "on_step_end", "on_save"),
+    *more("on_train_end", "on_epoch_begin", "on_pre_optimizer_step", "on_substep_end", "on_log", "on_epoch_end"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -136,43 +97,34 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_of_trainer(made)
 
 
-MODES: tuple[dict[str, Any], ...] = (
+MODES: list[dict[str, Any]] = [
     {"eps_update": "deferred", "l2l_async_save": True},
     {"eps_update": "serial"},
     {"eps_update": "deferred"},
-)
-
-
-def cases() -> list[Any]:
-    """Each place, and some of the events, with one error; `make test-all` has all of them with both."""
-    found = []
-    for i, place in enumerate((*PLACES, *EVENTS, *(MORE_EVENTS if ALL else ()))):
-        for j, error in enumerate((FaultError, KeyboardInterrupt)):
-            values = place, error, i % 4 < 2, MODES[(i + j) % len(MODES)]
-            if ALL or i % 2 == j:
-                found.append(pytest.param(*values, id=f"{place}-{error.__name__}"))
-    return found
+]
+CASES = [
+    pytest.param(place, kind, i % 4 < 2, MODES[(i + j) % 3], id=f"{place}-{kind.__name__}")
+    for i, place in enumerate(PLACES)
+    for j, kind in enumerate((FaultError, KeyboardInterrupt))
+    if ALL or i % 2 == j
+]
+"""Each place with one error; `make test-all` has both."""
 
 
 @cpu_suffices
-@pytest.mark.parametrize(("place", "kind", "is_same_trainer", "options"), cases())
+@pytest.mark.parametrize(("place", "kind", "is_same_trainer", "options"), CASES)
 def test_an_exception_leaves_a_training_that_is_resumed(tmp_path, whole, place, kind, is_same_trainer, options):
     """By a new trainer, or by the one that was left, whose weights and moments are no longer those of a checkpoint."""
     before, error = own_threads(), kind("stop")
     armed = Armed(error)
     made = armed.trainer = l2l_trainer(tmp_path, model=small_bert(0.1), **RUN, **options)
-    if place in PLACES:
-        PLACES[place](made, armed)
-    else:
-        made.add_callback(_Callback(place, armed))
+    install(made, place, armed)
     with pytest.raises(kind) as told:
         made.train()
     assert told.value is error
     del told
-    at = made.state.global_step
-    folders = left_in(tmp_path)
-    assert folders == [f"checkpoint-{n}" for n in range(1, len(folders) + 1)]
-    kept = len(folders)
+    at, kept = made.state.global_step, len(left_in(tmp_path))
+    assert left_in(tmp_path) == [f"checkpoint-{n}" for n in range(1, kept + 1)]
     assert at - 1 <= kept <= at
     if not is_same_trainer:
         detach_l2l(made.model)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +15,50 @@ import torch
 import transformers as hf
 from torch import nn
 
-from accumulated import forwards, made, padded, tiny_llama, train
+from accumulated import forwards, made, tiny_llama, train
 from devices import DEVICE
 from hf_l2l import L2LTrainer
 from hf_l2l.noise.estimate import DECAY, Measured, NoiseScale
 from hf_l2l.noise.items import items_of_rows, measured
-from models import vit
-from runs import assert_same_run
-from tiers import cpu_suffices, nightly
+from models import SMALL, vit
+from runs import assert_same_run, assert_same_tensors
+from tiers import ALL, cpu_suffices, nightly
 from training import l2l_trainer, rows, tiny_bert, trainer
 
 ON: dict[str, Any] = {"l2l_noise_scale": True, "l2l_noise_scale_every": "1"}
+STILL = {"learning_rate": 0.0, "max_steps": 2, **ON}
 NAMES = ("l2l_noise_scale", "l2l_critical_batch")
 
 
-def found_by(trained: hf.Trainer) -> NoiseScale:
-    """The averages of a training, as the callback has them that saves them."""
+def callback_of(trained: hf.Trainer) -> Any:
+    """The one that saves the averages of a training."""
     [noise] = [each for each in trained.callback_handler.callbacks if type(each).__name__ == "L2LNoiseScale"]
-    return noise.found
+    return noise
+
+
+def found_by(trained: hf.Trainer) -> NoiseScale:
+    found: NoiseScale = callback_of(trained).found
+    return found
 
 
 def noise_logs(of: hf.Trainer) -> list[tuple[Any, ...]]:
     return [tuple(entry.get(name) for name in NAMES) for entry in of.state.log_history if "loss" in entry]
 
 
-class Recorded:
-    """A data collator that keeps the batches it makes."""
+def assert_as_in_plain_torch(
+    mine: hf.Trainer, model: nn.Module, accumulated: int, ubatch: int, *, is_sum: bool = False, rel: float = 1e-3
+) -> None:
+    """What two steps measure of a copy of the model is found in plain torch from the same batches."""
+    collate, batches = mine.data_collator, []
 
-    def __init__(self, collate: Any) -> None:
-        self.collate, self.batches = collate, []
+    def recorded(given: Any) -> Any:
+        batches.append(collate(given))
+        return batches[-1]
 
-    def __call__(self, given: Any) -> Any:
-        self.batches.append(self.collate(given))
-        return self.batches[-1]
-
-    def steps(self, count: int, accumulated: int) -> list[list[Any]]:
-        return [self.batches[n : n + accumulated] for n in range(0, count * accumulated, accumulated)]
+    mine.data_collator = recorded
+    train(mine)
+    steps = [batches[n : n + accumulated] for n in (0, accumulated)]
+    assert_measured(mine, in_plain_torch(model, steps, ubatch, is_sum=is_sum), rel)
 
 
 def in_plain_torch(
@@ -107,15 +116,12 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_a_mean_loss_against_plain_torch(tmp_path, options):
     """BERT's loss is a mean over each batch: its batches run one by one."""
-    model, collate = tiny_bert(dropout=0.0, layers=2), Recorded(hf.default_data_collator)
-    accumulated = options.get("accumulated", 1)
+    model, accumulated = tiny_bert(dropout=0.0, layers=2), options.get("accumulated", 1)
     given = {"ubatch_size": 3, **{name: value for name, value in options.items() if name != "accumulated"}}
-    same = {"learning_rate": 0.0, "gradient_accumulation_steps": accumulated, "max_steps": 2}
-    mine = l2l_trainer(tmp_path, model=copy.deepcopy(model), **same, **given, **ON)
-    mine.data_collator = collate
-    train(mine)
-    expected = in_plain_torch(model, collate.steps(2, accumulated), given["ubatch_size"] or 8, is_sum=False)
-    assert_measured(mine, expected, 0.05 if "cmp" in options else 1e-3)
+    same = {"gradient_accumulation_steps": accumulated, **STILL}
+    mine = l2l_trainer(tmp_path, model=copy.deepcopy(model), **same, **given)
+    rel = 0.05 if "cmp" in options else 1e-3
+    assert_as_in_plain_torch(mine, model, accumulated, given["ubatch_size"] or 8, rel=rel)
 
 
 @nightly
@@ -123,65 +129,51 @@ def test_a_mean_loss_against_plain_torch(tmp_path, options):
 @pytest.mark.parametrize(("merge", "ubatch"), [("auto", None), ("off", 1)])
 def test_a_sum_over_tokens_against_plain_torch(tmp_path, merge, ubatch):
     """With one micro-batch in each batch, those of a step are compared with each other."""
-    model, collate = tiny_llama(), Recorded(padded)
-    options = {"learning_rate": 0.0, "ubatch_size": ubatch, "l2l_merge_accumulation": merge, "max_steps": 2, **ON}
-    mine = made(tmp_path, model=copy.deepcopy(model), of_trainer={"data_collator": collate}, **options)
-    train(mine)
-    assert_measured(mine, in_plain_torch(model, collate.steps(2, 4), ubatch or 2, is_sum=True))
+    model, options = tiny_llama(), {"ubatch_size": ubatch, "l2l_merge_accumulation": merge}
+    mine = made(tmp_path, model=copy.deepcopy(model), **options, **STILL)
+    assert_as_in_plain_torch(mine, model, 4, ubatch or 2, is_sum=True)
 
 
 @cpu_suffices
 def test_batches_of_one_row_with_a_mean_over_tokens(tmp_path):
     """What the loss is, is told by a batch of one row, too: its weight is that of its batch."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = hf.BertForTokenClassification(hf.BertConfig(vocab_size=60, **sizes, **dropout))
-    data = [
+    model = hf.BertForTokenClassification(hf.BertConfig(**SMALL, **dropout))
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    mine = l2l_trainer(tmp_path, model=copy.deepcopy(model), **options, **STILL)
+    mine.train_dataset = [
         {**row, "labels": [-100] * (n % 5) + [token % 2 for token in row["input_ids"][n % 5 :]]}
         for n, row in enumerate(rows())
     ]
-    collate = Recorded(hf.default_data_collator)
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "learning_rate": 0.0}
-    mine = l2l_trainer(tmp_path, model=copy.deepcopy(model), max_steps=2, **options, **ON)
-    mine.train_dataset, mine.data_collator = data, collate
-    train(mine)
-    # Items are tokens, and the loss is a mean over those of a batch.
-    steps = [[{**batch, "labels": batch["labels"]} for batch in step] for step in collate.steps(2, 4)]
-    assert found_by(mine).noise == pytest.approx(in_plain_torch(model, steps, 1, is_sum=False)[-1].noise, rel=1e-3)
+    assert_as_in_plain_torch(mine, model, 4, 1)
 
 
 # ---- no bit changes
 
-RUNS: dict[str, dict[str, Any]] = {
-    "sampled, of bf16": {"l2l_noise_scale_every": "3", "cmp": "bf16", "l2l_grad_dtype": "16bit"},
-    "kept graphs, eager": {"l2l_kept_graphs": 2, "eps_update": "eager", "max_grad_norm": 0.0},
+TWO_LAYERS: dict[str, Any] = {"ubatch_size": 3, "max_steps": 4, "model": partial(tiny_bert, layers=2)}
+SHORT = {"l2l_noise_scale_every": "3", "cmp": "bf16", "l2l_grad_dtype": "16bit"}
+KEPT = {"l2l_kept_graphs": 2, "eps_update": "eager", "max_grad_norm": 0.0}
+RUNS: dict[str, Any] = {
+    "sampled, of bf16": (l2l_trainer, TWO_LAYERS | SHORT, 2),
+    "kept graphs, eager": (l2l_trainer, TWO_LAYERS | KEPT, 4),
+    **({"merged batches": (made, {"model": tiny_llama}, 3)} if ALL else {}),
 }
+"""Trainer, options, and how many steps are measured."""
 
 
 @cpu_suffices
-@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
-def test_measuring_changes_no_bit(tmp_path, options):
-    """Of weights, state, logs and random numbers: dropout draws in each step."""
-    known = {"ubatch_size": 3, "max_steps": 4}
+@pytest.mark.parametrize(("make", "options", "steps"), RUNS.values(), ids=RUNS)
+def test_measuring_changes_no_bit(tmp_path, make, options, steps):
+    """Of weights, state, logs and random numbers: dropout draws in each step; nor does it run a forward more."""
     plain = {name: value for name, value in options.items() if not name.startswith("l2l_noise")}
-    without = l2l_trainer(tmp_path, model=tiny_bert(layers=2), **known, **plain)
-    without.train()
-    measuring = l2l_trainer(tmp_path, model=tiny_bert(layers=2), **{**known, **ON, **options})
-    measuring.train()
-    assert_same_run(measuring, without)
-    assert found_by(measuring).steps == (2 if "l2l_noise_scale_every" in options else 4)
-
-
-@nightly
-@cpu_suffices
-def test_merged_batches_keep_their_bits(tmp_path):
-    without, measuring = made(tmp_path), made(tmp_path, **ON)
-    seen = [forwards(each) for each in (without, measuring)]
-    for each in (without, measuring):
+    runs = [make(tmp_path, **{**given, "model": options["model"]()}) for given in (plain, ON | options)]
+    seen = [forwards(each) for each in runs]
+    for each in runs:
         train(each)
-    assert [each.count(8) for each in seen] == [4, 4], "the three steps, and the comparison with batch by batch"
+    without, measuring = runs
+    assert seen[0] == seen[1]
     assert_same_run(measuring, without)
-    assert all(value is not None for entry in noise_logs(measuring) for value in entry)
+    assert found_by(measuring).steps == steps
 
 
 # ---- which steps are measured
@@ -191,15 +183,11 @@ def test_merged_batches_keep_their_bits(tmp_path):
 def test_how_often_is_by_the_tokens_of_a_micro_batch(tmp_path):
     """8 tokens in a row, and 3 rows in a batch: 3,072 tokens take so many. Of inputs that are no tokens, each step is
     measured."""
-    every = []
-    for ubatch in (None, 2, 1):
+    for ubatch, every in ((None, 128), (2, 192), (1, 384)):
         options = {**ON, "l2l_noise_scale_every": "auto", "gradient_accumulation_steps": 2, "max_steps": 1}
         mine = l2l_trainer(tmp_path, ubatch_size=ubatch, per_device_train_batch_size=3, **options)
         train(mine)
-        [noise] = [each for each in mine.callback_handler.callbacks if type(each).__name__ == "L2LNoiseScale"]
-        every.append(noise.every)
-        assert noise.found.steps == 1
-    assert every == [128, 192, 384]
+        assert (callback_of(mine).every, found_by(mine).steps) == (every, 1)
     mine = l2l_trainer(tmp_path, model=vit(), ubatch_size=2, max_steps=2, l2l_noise_scale=True)
     images = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     mine.train_dataset = [{"pixel_values": each, "labels": n % 2} for n, each in enumerate(images)]
@@ -282,6 +270,7 @@ def test_a_log_of_the_program_reads_nothing(tmp_path):
 
 # ---- resumed
 
+
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "ubatch_size": 2, "max_steps": 4}
 
 
@@ -319,30 +308,28 @@ def test_a_training_without_it_is_resumed_with_it_and_back(tmp_path):
 # ---- losses and models
 
 
-def with_loss(loss_of: Callable[[Any, Any], Any], folder: Path) -> hf.Trainer:
+def with_loss(folder: Path, loss_of: Callable[[Any, Any], Any]) -> hf.Trainer:
     class Mine(L2LTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            loss, outputs = loss_of(model, inputs)
-            return (loss, outputs) if return_outputs else loss
+            loss = loss_of(model, inputs)
+            return (loss, {}) if return_outputs else loss
 
     return trainer(Mine, folder, ubatch_size=2, **ON)
 
 
-def coupled(model: Any, inputs: Any) -> Any:
+def coupled(model: Any, inputs: Any) -> torch.Tensor:
     outputs = model(**inputs)
-    return outputs.loss + 1000 * outputs.logits.var(0).sum(), outputs
+    loss: torch.Tensor = outputs.loss + 1000 * outputs.logits.var(0).sum()
+    return loss
 
 
-def doubled(model: Any, inputs: Any) -> Any:
-    outputs = model(**{name: torch.cat([value, value]) for name, value in inputs.items()})
-    return outputs.loss, outputs
+def doubled(model: Any, inputs: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**{name: torch.cat([value, value]) for name, value in inputs.items()}).loss
+    return loss
 
 
 def routers(folder: Path) -> hf.Trainer:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = hf.MixtralConfig(
-        vocab_size=60, num_key_value_heads=1, num_local_experts=2, output_router_logits=True, **sizes
-    )
+    config = hf.MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=2, output_router_logits=True)
     return made(folder, model=hf.MixtralForCausalLM(config), ubatch_size=1, **ON)
 
 
@@ -353,21 +340,20 @@ def shared(folder: Path) -> hf.Trainer:
     return l2l_trainer(folder, model=model, ubatch_size=2, **ON)
 
 
+REFUSED = {
+    "sum or a mean": partial(with_loss, loss_of=coupled),
+    "got 16 rows in a layer for a batch of 8": partial(with_loss, loss_of=doubled),
+    "routers": routers,
+    "a weight of several layers": shared,
+}
+
+
 @cpu_suffices
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda folder: with_loss(coupled, folder), "sum or a mean"),
-        (lambda folder: with_loss(doubled, folder), "got 16 rows in a layer for a batch of 8"),
-        (routers, "routers"),
-        (shared, "a weight of several layers"),
-    ],
-    ids=["coupled", "other rows", "routers", "shared"],
-)
-def test_losses_and_models_that_do_not_tell_it_are_refused(make, said, tmp_path):
+@pytest.mark.parametrize("said", REFUSED)
+def test_losses_and_models_that_do_not_tell_it_are_refused(said, tmp_path):
     """Before a weight has changed."""
-    mine = make(tmp_path)
+    mine = REFUSED[said](tmp_path)
     before = {name: value.to("cpu", copy=True) for name, value in mine.model.state_dict().items()}
     with pytest.raises(ValueError, match=said):
         train(mine)
-    assert all(torch.equal(value.cpu(), before[name]) for name, value in mine.model.state_dict().items())
+    assert_same_tensors(mine.model.state_dict(), before)
