@@ -126,6 +126,20 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [row for row in found if "memory" not in row]
 
 
+def trained_batches(of: hf.Trainer) -> list[Any]:
+    """Collects the batches that are trained on from now on."""
+    seen: list[Any] = []
+    get_batch_samples = of.get_batch_samples
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        found = get_batch_samples(*args, **kwargs)
+        seen.extend(found[0])
+        return found
+
+    of.get_batch_samples = noting
+    return seen
+
+
 def inner_optimizer(of: hf.Trainer) -> torch.optim.Optimizer:
     return getattr(of.optimizer, "optimizer", of.optimizer)
 
@@ -145,6 +159,13 @@ def assert_same_run(found: hf.Trainer, expected: hf.Trainer) -> None:
 
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+
+
+def on(event: str, call: Callable[..., object]) -> hf.TrainerCallback:
+    """A callback that does something at one event, with what transformers passes."""
+    made = hf.TrainerCallback()
+    setattr(made, event, call)
+    return made
 
 
 class StopAt(hf.TrainerCallback):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import tempfile
 import traceback
+import typing
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +27,13 @@ from transformers.training_args import OptimizerNames
 
 import hf_l2l
 from hf_l2l import L2LTrainer, L2LTrainingArguments
-from tiers import ALL, more, nightly, times
+from hf_l2l.hf.training_args import OWN_OPTIONS
+from tiers import ALL, more, times
 from training import CHECKPOINTING, logs, tiny_bert, trainer
 
 OPTIMIZERS = [each.value for each in OptimizerNames]
 SCHEDULERS = [each.value for each in hf.SchedulerType]
+
 OF_SCHEDULER: dict[str, dict[str, Any]] = {
     "cosine_with_restarts": {"num_cycles": 2},
     "polynomial": {"power": 2.0},
@@ -43,6 +47,11 @@ KNOWN = set(L2LTrainingArguments.__dataclass_fields__)
 ROWS = 4
 EVERY = ["no", "steps", "epoch"]
 
+SWITCHES = """
+bf16 auto_find_batch_size logging_first_step eval_on_start prediction_loss_only
+save_only_model load_best_model_at_end dataloader_drop_last use_cache ignore_data_skip
+""".split()
+REFUSED = "fp16 bf16_full_eval fp16_full_eval torch_compile dataloader_persistent_workers".split()
 THEIRS: dict[str, tuple[list[Any], list[Any]]] = {
     "optim": (OPTIMIZERS, ["adam"]),
     "lr_scheduler_type": (SCHEDULERS, ["steep"]),
@@ -51,41 +60,26 @@ THEIRS: dict[str, tuple[list[Any], list[Any]]] = {
     "weight_decay": ([0.1], []),
     "gradient_accumulation_steps": ([2, 3], [0]),
     "train_sampling_strategy": (["sequential", "group_by_length"], ["sorted"]),
-    "bf16": ([True], []),
-    "fp16": ([], [True]),
-    "bf16_full_eval": ([], [True]),
-    "fp16_full_eval": ([], [True]),
-    "torch_compile": ([], [True]),
     "label_smoothing_factor": ([0.1], [-0.5]),
     "neftune_noise_alpha": ([5.0], []),
-    "auto_find_batch_size": ([True], []),
     "logging_strategy": ([*EVERY], ["never"]),
     "logging_steps": ([1, 2, 0.5], [0]),
-    "logging_first_step": ([True], []),
     "logging_nan_inf_filter": ([False], []),
     "include_num_input_tokens_seen": (["all", "non_padding", True], []),
     "eval_strategy": ([*EVERY], ["best"]),
     "eval_steps": ([1, 2, 0.5], [0]),
     "eval_delay": ([1], []),
-    "eval_on_start": ([True], []),
     "eval_accumulation_steps": ([1], []),
     "eval_do_concat_batches": ([False], []),
-    "prediction_loss_only": ([True], []),
     "save_strategy": ([*EVERY], []),
     "save_steps": ([1, 2], [0]),
     "save_total_limit": ([1, 2], [0]),
-    "save_only_model": ([True], []),
-    "load_best_model_at_end": ([True], []),
     "metric_for_best_model": (["loss"], ["speed"]),
     "seed": ([1], []),
     "data_seed": ([2], []),
-    "dataloader_drop_last": ([True], []),
     "dataloader_prefetch_factor": ([], [2]),
-    "dataloader_persistent_workers": ([], [True]),
     "remove_unused_columns": ([False], []),
     "torch_empty_cache_steps": ([1], [0]),
-    "use_cache": ([True], []),
-    "ignore_data_skip": ([True], []),
     "max_steps": ([1, 2, -1], []),
     "num_train_epochs": ([0.5, 1.0], []),
     "learning_rate": ([0.0, 0.01], []),
@@ -93,53 +87,47 @@ THEIRS: dict[str, tuple[list[Any], list[Any]]] = {
     "deepspeed": ([], [{"zero_optimization": {"stage": 3}}]),
     "fsdp": ([], ["full_shard"]),
     CHECKPOINTING: ([True, False], []),
+    **dict.fromkeys(SWITCHES, ([True], [])),
+    **dict.fromkeys(REFUSED, ([], [True])),
 }
 """Options of transformers: values that are good by themselves, and those that L2L or transformers refuses.
 
 Without `skip_memory_metrics`, whose thread transformers does not end if the training raises.
 """
 
-OURS: dict[str, tuple[list[Any], list[Any]]] = {
+NUMBERED: dict[str, tuple[list[Any], list[Any]]] = {
     "ubatch_size": ([1, 2, 3, 100], [0, "2", True]),
-    "stash": (["device", "host", "disk", "auto"], ["ssd"]),
-    "l2l_boundary": (["device", "host", "auto"], ["disk"]),
-    "cmp": (["bf16", "fp16", "auto"], ["fp8"]),
     "l2l_loss_scale_init": ([1024.0], [-1.0]),
     "l2l_loss_scale_interval": ([1], [0]),
-    "l2l_grad_dtype": (["16bit", "fp32"], ["fp16"]),
-    "l2l_moment_dtype": (["bf16", "fp32"], ["fp8"]),
-    "l2l_host_copies": (["per_sweep", "kept"], ["never"]),
-    "l2l_state_tier": (["disk", "host"], ["ssd"]),
     "l2l_state_window": ([], [2, "4"]),
-    "l2l_nonfinite": (["skip", "raise"], ["ignore"]),
-    "l2l_check_recompute": (["warn", "off"], ["always"]),
-    "l2l_resident": (["shell", "all"], ["some"]),
     "l2l_resident_layers": ([1, 3], [-1, 1.5]),
-    "l2l_resident_update": (["host", "device"], ["disk"]),
     "l2l_kept_weights": ([1], [9, -1]),
     "l2l_kept_graphs": ([1, 2], [9, "1"]),
     "l2l_device_stash": ([1, 2], [9]),
-    "l2l_chunked_loss": (["off", "auto"], ["on"]),
-    "l2l_head_device": (["first", "auto"], ["last"]),
     "device_memory_budget": (["auto", "off", "8GiB"], ["-1", 8]),
-    "l2l_prefetch": ([False, True], ["no"]),
     "l2l_gradient_slots": ([1, 2], [3]),
-    "eps_update": (["serial", "deferred", "eager", "auto"], ["lazy"]),
     "l2l_num_threads": ([1], [0, 1000000]),
-    "l2l_reduce": (["host", "auto"], ["nccl"]),
     "l2l_rank_timeout": ([1, 60.5], [0, "long", float("nan")]),
     "l2l_layer_classes": ([["BertLayer"]], [["NoLayer"], [], "BertLayer"]),
     "l2l_devices": (["1", "auto"], ["all", 0]),
-    "l2l_optimizer": (["lamb"], ["lars"]),
-    "l2l_save_dtype": (["bf16", "fp16"], ["fp8"]),
-    "l2l_async_save": ([True], ["yes"]),
     "l2l_realtime_every": ([], [0, "often"]),
-    "l2l_realtime_errors": ([], ["ignore"]),
-    "l2l_merge_accumulation": (["off", "auto"], ["on"]),
-    "l2l_noise_scale": ([True], ["yes"]),
     "l2l_noise_scale_every": ([], [0, "often"]),
-    "l2l_log_times": ([False], ["no"]),
 }
+NO_GOOD = {"l2l_realtime_errors"}
+"""Words that need another option, in any case."""
+
+
+def choices() -> dict[str, tuple[list[Any], list[Any]]]:
+    """Options of ours that are one of some words, or switches."""
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+    for name, kind in typing.get_type_hints(L2LTrainingArguments).items():
+        words = re.findall(r"'(\w+)'", str(kind)) if "Literal" in str(kind) else [True, False] * (kind is bool)
+        if name in OWN_OPTIONS and words:
+            found[name] = ([] if name in NO_GOOD else words, ["nonsense"])
+    return found
+
+
+OURS = NUMBERED | choices()
 """Our options, likewise."""
 
 
@@ -148,6 +136,13 @@ GOOD, BAD = (
     for number in (0, 1)
 )
 NO_DRAWS = {"l2l_spill_dir", "l2l_state_dir", "l2l_trace", "l2l_realtime_checkpoint"}
+NO_DRAWS |= {"l2l_loss_scale_growth", "l2l_loss_scale_backoff"}
+
+
+def test_every_option_of_ours_is_drawn():
+    assert set(OURS) | NO_DRAWS == set(OWN_OPTIONS)
+
+
 NO_DRAWS |= {"l2l_loss_scale_growth", "l2l_loss_scale_backoff"}
 
 
@@ -172,10 +167,6 @@ class Outcome(NamedTuple):
     losses: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
     error: Exception | None
-
-    @property
-    def said(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}"
 
 
 def outcome(kind: type[hf.Trainer], folder: Path, options: dict[str, Any]) -> Outcome:
@@ -219,8 +210,9 @@ def check(folder: Path, options: dict[str, Any]) -> None:
         return
     expected = outcome(hf.Trainer, folder / "plain", {CHECKPOINTING: True, **theirs})
     if expected.error is not None or found.error is not None:
-        if found.said.replace(str(folder / "l2l"), str(folder / "plain")) != expected.said:
-            raise AssertionError(f"{found.said} under L2L, {expected.said} in plain Trainer") from found.error
+        said = [f"{type(each.error).__name__}: {each.error}" for each in (found, expected)]
+        if said[0].replace(str(folder / "l2l"), str(folder / "plain")) != said[1]:
+            raise AssertionError(f"{said[0]} under L2L, {said[1]} in plain Trainer") from found.error
         return
     tolerance = allowed(theirs, ours)
     if tolerance is None:
@@ -245,16 +237,8 @@ def allowed(theirs: dict[str, Any], ours: dict[str, Any]) -> float | None:
         return None  # LAMB; and noise in the order of one large batch
     if {"cmp", "l2l_grad_dtype", "l2l_moment_dtype"} & set(ours):
         return 0.1
-    ubatch = ours.get("ubatch_size")
-    splits = accumulates or (ubatch is not None and ubatch < ROWS) or ours.get("l2l_boundary") == "host"
-    if splits:
-        return 0.05 if "bf16" in theirs else 1e-4
-    return 0.0
-
-
-def test_every_option_of_ours_is_drawn():
-    theirs = set(hf.TrainingArguments.__dataclass_fields__)
-    assert set(OURS) | NO_DRAWS == set(L2LTrainingArguments.__dataclass_fields__) - theirs
+    splits = accumulates or (ours.get("ubatch_size") or ROWS) < ROWS or ours.get("l2l_boundary") == "host"
+    return 0.0 if not splits else 0.05 if "bf16" in theirs else 1e-4
 
 
 @settings(max_examples=times(15, 250), deadline=None, derandomize=not ALL, print_blob=True)
@@ -264,26 +248,20 @@ def test_drawn_arguments(options):
         check(Path(folder), options)
 
 
-UPDATES = ["serial", "deferred", "eager"]
+UPDATES = itertools.cycle(["serial", "deferred", "eager"])
+NAMED = [("optim", "adafactor", "deferred"), ("optim", "galore_adamw", "serial")]
+NAMED += more(*(("optim", name, update) for name, update in zip(OPTIMIZERS, UPDATES, strict=False)))
+NAMED += more(*(("lr_scheduler_type", name, "deferred") for name in SCHEDULERS))
 
 
-@pytest.mark.parametrize(
-    ("optim", "update"),
-    [("adafactor", "deferred"), ("galore_adamw", "serial"), *more(*zip(OPTIMIZERS, itertools.cycle(UPDATES)))],
-)
-def test_every_optimizer_by_name(tmp_path, optim, update):
-    options: dict[str, Any] = {"optim": optim, "max_grad_norm": 0.0, "eps_update": update}
-    if optim.startswith(("galore", "apollo")):
+@pytest.mark.parametrize(("option", "name", "update"), NAMED)
+def test_every_optimizer_and_scheduler_by_name(tmp_path, option, name, update):
+    options: dict[str, Any] = {option: name, "max_grad_norm": 0.0, "eps_update": update}
+    if name.startswith(("galore", "apollo")):
         options["optim_target_modules"] = ["attention"]
-    check(tmp_path, options)
-
-
-@nightly
-@pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", *more(*SCHEDULERS)])
-def test_every_scheduler_by_name(tmp_path, scheduler):
-    options: dict[str, Any] = {"lr_scheduler_type": scheduler, "warmup_steps": 1, "max_steps": 4}
-    options["lr_scheduler_kwargs"] = OF_SCHEDULER.get(scheduler)
-    if scheduler in ("reduce_lr_on_plateau", "greedy"):  # they read the metric of an evaluation
+    if option == "lr_scheduler_type":
+        options |= {"warmup_steps": 1, "max_steps": 4, "lr_scheduler_kwargs": OF_SCHEDULER.get(name)}
+    if name in ("reduce_lr_on_plateau", "greedy"):  # they read the metric of an evaluation
         options |= {"eval_strategy": "steps", "eval_steps": 1}
-    check(tmp_path, {**options, "eps_update": "deferred"})
-    assert outcome(L2LTrainer, tmp_path / "again", options).error is None
+    check(tmp_path, options)
+    assert option == "optim" or outcome(L2LTrainer, tmp_path / "again", options).error is None

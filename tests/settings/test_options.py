@@ -12,6 +12,7 @@ import pickle
 import re
 import typing
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +26,7 @@ from hf_l2l.option_names import argument
 from tiers import times
 from training import arguments, rows, tiny_bert
 
-OF_THE_TRAINER = {"device_memory_budget": "auto"}
-"""Defaults that are others in `L2LConfig`."""
 NAMES = [field.name for field in fields(L2LConfig)]
-
-
-def parsed(*words: str) -> L2LTrainingArguments:
-    parser = hf.HfArgumentParser(L2LTrainingArguments)
-    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--report_to", "none", *words])
-    return args
 
 
 # ---- the config
@@ -53,34 +46,24 @@ def test_a_config_is_a_value():
 
 
 WORDS = sorted(set(re.findall(r"'(\w+)'", str([*typing.get_type_hints(L2LConfig).values()]))))
+TEXTS = ["cpu", "cuda:1", "Block", "yes", "4", "8GiB", "a\0b", "\ud800", "x" * 300, "nonsense?/", *WORDS]
 SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 3),
-    st.sampled_from([10**7, 10**400]),
-    st.floats(),
-    st.complex_numbers(),
-    st.sampled_from(["cpu", "cuda:1", "Block", "yes", "4", "8GiB", "a\0b", "\ud800", "x" * 300, "nonsense?/"]),
-    st.sampled_from(WORDS),
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([10**7, 10**400]),
+    st.floats() | st.complex_numbers() | st.sampled_from(TEXTS) | st.binary(max_size=3),
     st.text(st.characters(exclude_characters="/"), max_size=5),  # and no path that another test looks at
-    st.binary(max_size=3),
 )
 ANYTHING = st.one_of(
     SCALARS,
-    st.lists(SCALARS, max_size=2),
-    st.lists(SCALARS, max_size=2).map(tuple),
-    st.just([[]]),
+    st.lists(SCALARS, max_size=2) | st.lists(SCALARS, max_size=2).map(tuple) | st.just([[]]),
     st.dictionaries(st.text(max_size=2), SCALARS, max_size=1),
-    st.builds(torch.ones, st.integers(0, 2)),
-    st.builds(object),
+    st.builds(torch.ones, st.integers(0, 2)) | st.builds(object),
 )
 
 
 @settings(max_examples=times(400, 12_000), deadline=None)
 @given(name=st.sampled_from(NAMES), value=ANYTHING)
 def test_any_value_makes_a_config_or_is_refused_by_the_name_that_was_typed(name, value):
-    named = argument(name)
-    options = {"max_grad_norm": 0.0, "report_to": []}
+    named = {"max_grad_norm": 0.0, "report_to": [], argument(name): value}
     try:
         config = L2LConfig(**{name: value})
     except ValueError as error:
@@ -88,15 +71,14 @@ def test_any_value_makes_a_config_or_is_refused_by_the_name_that_was_typed(name,
         assert re.search(rf"\b{name}\b", said), said
         if name != "device":
             with pytest.raises(ValueError) as refused:
-                L2LTrainingArguments("out", **options, **{named: value})
+                L2LTrainingArguments("out", **named)
             assert re.sub(r"\bl2l_", "", str(refused.value)) == said
-            assert str(refused.value).startswith(named) or f"(got {named}=" in str(refused.value)
+            assert str(refused.value).startswith(argument(name)) or f"(got {argument(name)}=" in str(refused.value)
     else:
         assert config == L2LConfig(**{name: value})
         assert isinstance(hash(config), int)
         if name != "device":
-            asked = l2l_config(L2LTrainingArguments("out", **options, **{named: value}))
-            assert getattr(asked, name) == getattr(config, name)
+            assert getattr(l2l_config(L2LTrainingArguments("out", **named)), name) == getattr(config, name)
 
 
 def test_an_option_that_does_not_exist_is_told_with_the_nearest():
@@ -122,8 +104,11 @@ def test_an_option_that_does_not_exist_is_told_with_the_nearest():
 # ---- as arguments
 
 
-AS_PARSED = {name: (str | os.PathLike[str] | None, str | None) for name in ("trace", "spill_dir", "state_dir")} | {
-    "layer_classes": (tuple[str, ...] | None, list[str] | None)
+OF_THE_TRAINER = {"device_memory_budget": "auto"}
+"""Defaults that are others in `L2LConfig`."""
+AS_PARSED: dict[str, Any] = {
+    **dict.fromkeys(("trace", "spill_dir", "state_dir"), (str | os.PathLike[str] | None, str | None)),
+    "layer_classes": (tuple[str, ...] | None, list[str] | None),
 }
 """Types of `L2LConfig` that a parser cannot make of words, and those of the arguments."""
 
@@ -131,10 +116,8 @@ AS_PARSED = {name: (str | os.PathLike[str] | None, str | None) for name in ("tra
 def test_arguments_have_the_options_of_the_config_with_their_types_defaults_and_descriptions():
     types, typed = typing.get_type_hints(L2LConfig), typing.get_type_hints(L2LTrainingArguments)
     assert list(OWN_OPTIONS)[: len(NAMES) - 1] == [argument(name) for name in NAMES if name != "device"]
-    for option in fields(L2LConfig):
-        assert f"\n        {option.name}: " in L2LConfig.__doc__
-        if option.name == "device":
-            continue
+    assert all(f"\n        {name}: " in L2LConfig.__doc__ for name in NAMES)
+    for option in (each for each in fields(L2LConfig) if each.name != "device"):
         name = argument(option.name)
         here = OWN_OPTIONS[name]
         assert (types[option.name], typed[name]) == AS_PARSED.get(option.name, (types[option.name],) * 2)
@@ -146,13 +129,15 @@ def test_arguments_have_the_options_of_the_config_with_their_types_defaults_and_
 
 
 def test_options_come_from_words_and_from_a_file(tmp_path):
-    args = parsed("--ubatch_size", "4", "--stash", "host", "--l2l_layer_classes", "A", "B")
+    parser = hf.HfArgumentParser(L2LTrainingArguments)
+    words = "--output_dir out --report_to none --ubatch_size 4 --stash host --l2l_layer_classes A B".split()
+    (args,) = parser.parse_args_into_dataclasses(words)
     assert l2l_config(args) == L2LConfig(ubatch_size=4, stash="host", layer_classes=("A", "B"), **OF_THE_TRAINER)
     file = tmp_path / "args.json"
     file.write_text(json.dumps({"output_dir": "out", "report_to": [], "ubatch_size": 2, "stash": "host"}))
-    (args,) = hf.HfArgumentParser(L2LTrainingArguments).parse_json_file(str(file))
+    (args,) = parser.parse_json_file(str(file))
     assert l2l_config(args) == L2LConfig(ubatch_size=2, stash="host", **OF_THE_TRAINER)
-    for plain in (parsed(), arguments(hf.TrainingArguments, tmp_path)):
+    for plain in (*parser.parse_args_into_dataclasses(words[:4]), arguments(hf.TrainingArguments, tmp_path)):
         assert l2l_config(plain) == L2LConfig(**OF_THE_TRAINER)
 
 
@@ -178,15 +163,17 @@ def made(args: hf.TrainingArguments) -> L2LTrainer:
 
 def test_what_places_or_casts_the_model_is_refused_of_plain_arguments_too(tmp_path):
     """What is no conflict is taken."""
-    kind = hf.TrainingArguments
+    kind, host = hf.TrainingArguments, {"use_cpu": True}
     placed = arguments(kind, tmp_path)
     placed.deepspeed = {"zero_optimization": {"stage": 3}}
-    others = {"fp16_full_eval": True, "torch_compile_backend": "inductor"}
-    refused = {name: arguments(kind, tmp_path, use_cpu=True, **{name: value}) for name, value in others.items()}
-    for name, args in {"deepspeed": placed, **refused}.items():
-        with pytest.raises(ValueError, match=f"^{name.removesuffix('_backend')} cannot be used with L2L"):
+    for name, args in (
+        ("deepspeed", placed),
+        ("fp16_full_eval", arguments(kind, tmp_path, **host, fp16_full_eval=True)),
+        ("torch_compile", arguments(kind, tmp_path, **host, torch_compile_backend="inductor")),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} cannot be used with L2L"):
             made(args)
-    made(arguments(kind, tmp_path, bf16=True, use_cpu=True))
+    made(arguments(kind, tmp_path, bf16=True, **host))
 
 
 def test_what_is_set_after_the_arguments_were_made_is_refused_too(tmp_path, monkeypatch):

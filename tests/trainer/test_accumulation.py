@@ -15,10 +15,11 @@ from devices import DEVICE
 from folded import CLOSE, EAGER, ONE_STEP, OutOfRoom, assert_folded, pair, told
 from hf_l2l import L2LTrainer
 from hf_l2l.model.batch_dims import NotCut
+from models import SMALL
 from plain import DROPOUT, small_bert
 from runs import assert_same_run
 from tiers import cpu_suffices
-from training import logs
+from training import logs, on
 
 # ---- the steps of a training
 
@@ -70,28 +71,24 @@ def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
         assert folded.state.log_history[-2]["skipped_steps"] == 1
 
 
-class Events(hf.TrainerCallback):
-    """What callbacks are called for within a step."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.on_step_begin = lambda *_, **__: self.events.append("step")
-        self.on_substep_end = lambda *_, **__: self.events.append("substep")
-
-    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        assert all(p.grad is not None for p in model.parameters())
-        self.events.append("gradients")
-
-
 @cpu_suffices
 def test_what_callbacks_and_logs_see(tmp_path):
+    def gradients(events, model):
+        assert all(p.grad is not None for p in model.parameters())
+        events.append("gradients")
+
     runs = []
     for value in ("auto", "off"):
-        callback = Events()
-        options = {"include_num_input_tokens_seen": True, "logging_steps": 2, "of_trainer": {"callbacks": [callback]}}
+        events: list[str] = []
+        callbacks = [
+            on("on_step_begin", lambda *_, events=events, **__: events.append("step")),
+            on("on_substep_end", lambda *_, events=events, **__: events.append("substep")),
+            on("on_pre_optimizer_step", lambda *_, model, events=events, **__: gradients(events, model)),
+        ]
+        options = {"include_num_input_tokens_seen": True, "logging_steps": 2, "of_trainer": {"callbacks": callbacks}}
         made = accumulated.made(tmp_path, l2l_merge_accumulation=value, **options)
         train(made)
-        runs.append((callback.events, logs(made), made.state.num_input_tokens_seen, made.state.total_flos))
+        runs.append((events, logs(made), made.state.num_input_tokens_seen, made.state.total_flos))
     (events, entries, *counts), (others, expected, *known) = runs
     assert events == others == 3 * ["step", "substep", "substep", "substep", "gradients"]
     assert counts == known
@@ -211,11 +208,10 @@ def own(method: str) -> type[L2LTrainer]:
 
 
 def mixtral(**config: Any) -> nn.Module:
+    known = {"num_key_value_heads": 1, "num_local_experts": 4, "pad_token_id": 0}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-        known = {"num_key_value_heads": 1, "vocab_size": 60, "num_local_experts": 4, "pad_token_id": 0}
-        return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **known, **config))
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **known, **config))
 
 
 class Transposed(nn.BatchNorm1d):

@@ -19,14 +19,14 @@ from accelerate import Accelerator, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from models import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, relative_error, t5, train_once
 from plain import assert_as_plain, is_attached, small_bert
 from tiers import cpu_suffices
-from training import CHECKPOINTING, arguments, inner_optimizer, l2l_trainer, rows, tiny_bert, trainer
+from training import CHECKPOINTING, arguments, inner_optimizer, l2l_trainer, on, rows, tiny_bert, trainer
 
 
 def everything_of(model: nn.Module) -> dict[str, list[str]]:
@@ -39,6 +39,7 @@ def test_detach_undoes_attach():
     parameters, names = list(model.parameters()), list(model.state_dict())
     attach_l2l(model)
     assert everything_of(model) != before
+    assert model.to("cpu") is model and model.bert.cpu() is model.bert
     train_once(model, batch_for(model))
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert all(isinstance(p, nn.Parameter) and p.device.type == "cpu" for p in model.parameters())
@@ -173,7 +174,7 @@ WAYS: list[Any] = [
 
 
 @cpu_suffices
-@pytest.mark.parametrize(("make", "options", "assisted"), WAYS, ids=str)
+@pytest.mark.parametrize(("make", "options", "assisted"), WAYS)
 def test_ways_of_decoding(device, make, options, assisted):
     """With a key-value cache, before and after training: the tokens are those of torch."""
     model, assistant = make().eval(), llama().eval()
@@ -194,21 +195,6 @@ def test_ways_of_decoding(device, make, options, assisted):
 # ---- what a program may do meanwhile
 
 
-def test_moves_of_an_attached_model(device):
-    model = bert()
-    attach_l2l(model)
-    assert model.to("cpu") is model
-    assert model.bert.cpu() is model.bert
-    moves = (model.half, lambda: model.to(torch.float64), lambda: model.bert.encoder.layer[0].bfloat16())
-    for move in moves:
-        with pytest.raises(ValueError, match="dtype of its master"):
-            move()
-    with pytest.raises(ValueError, match="move to meta"):
-        model.to("meta")
-    detach_l2l(model)
-    assert model.to(torch.float64).dtype == torch.float64
-
-
 def test_parts_of_a_model_can_be_called_from_outside(device):
     model = bert().eval()
     layer, batch = model.bert.encoder.layer[0], batch_for(model)
@@ -223,13 +209,6 @@ def test_parts_of_a_model_can_be_called_from_outside(device):
     assert relative_error(gradients(layer), expected) < 1e-5
     assert torch.allclose(hidden.grad, input_gradient, atol=1e-6)
     assert torch.allclose(model.bert(batch["input_ids"]).last_hidden_state.cpu(), states, atol=1e-6)
-
-
-def replaced_forward(self, input_ids, labels=None, **kwargs):
-    """Reads the head's weight itself, as fused losses do."""
-    hidden = self.transformer(input_ids=input_ids).last_hidden_state
-    weight = self.lm_head.weight.to(hidden.device)
-    return nn.functional.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten().to(hidden.device))
 
 
 def test_a_forward_replaced_after_attaching_is_noticed():
@@ -300,11 +279,7 @@ def swap(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     layers[0], layers[1] = layers[1], layers[0]
 
 
-CHANGES: list[Any] = [
-    (grow, 6, {}),
-    (drop, 2, {"eps_update": "deferred", "stash": "host"}),
-    (swap, 3, {}),
-]
+CHANGES: list[Any] = [(grow, 6, {}), (drop, 2, {"eps_update": "deferred", "stash": "host"}), (swap, 3, {})]
 """What is done to three layers, how many there are then, and options."""
 
 
@@ -313,13 +288,12 @@ CHANGES: list[Any] = [
 def test_a_callback_changes_the_layers(tmp_path, change, count, options):
     """After the second step. Models that are attached beside the trained one stay so."""
 
-    class Changing(hf.TrainerCallback):
-        def on_step_end(self, args, state, control, model, optimizer, **kwargs):
-            if state.global_step == 2:
-                change(model, getattr(optimizer, "optimizer", optimizer))
+    def changes(args, state, control, model, optimizer, **_):
+        if state.global_step == 2:
+            change(model, getattr(optimizer, "optimizer", optimizer))
 
     def trained(kind, **more):
-        model, callbacks = small_bert(dropout=0, layers=3), [Changing()]
+        model, callbacks = small_bert(dropout=0, layers=3), [on("on_step_end", changes)]
         made = trainer(kind, tmp_path / kind.__name__, model=model, callbacks=callbacks, **more)
         reference = made.accelerator.prepare_model(small_bert(layers=1), evaluation_mode=True)
         made.train()
@@ -334,17 +308,6 @@ def test_a_callback_changes_the_layers(tmp_path, change, count, options):
     assert is_attached(reference)
     detach_l2l(found.model)
     assert not is_attached(reference)
-
-
-def test_layers_that_are_added_while_attached_are_told_of():
-    model = bert()
-    attach_l2l(model, L2LConfig(ubatch_size=2))
-    grow(model, torch.optim.SGD(model.parameters()))
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="at 'bert.encoder.layer'"):
-            model(input_ids=torch.ones(2, 4, dtype=torch.long))
-    detach_l2l(model)
-    model(input_ids=torch.ones(2, 4, dtype=torch.long))
 
 
 @cpu_suffices
@@ -398,9 +361,8 @@ class _FabricModule(nn.Module):
         self._forward_module = self._original_module = model
 
 
-def with_device_map(model: nn.Module, name: str = "") -> nn.Module:
-    model.hf_device_map = {"bert": 0, "classifier": "cpu"}
-    model.name_or_path = name
+def placed(model: nn.Module) -> nn.Module:
+    model.hf_device_map, model.name_or_path = {"bert": 0, "classifier": "cpu"}, "some/model"
     return model
 
 
@@ -426,11 +388,9 @@ def compiled(model: nn.Module, *, in_place: bool = False) -> nn.Module:
 
 DDP = nn.parallel.DistributedDataParallel
 REFUSED = {
-    "without device_map$": with_device_map,
-    r"from_pretrained\('some/model'": partial(with_device_map, name="some/model"),
+    r"from_pretrained\('some/model'": placed,
     "attach the model first": _FabricModule,
     "DistributedDataParallel at 'bert'": partial(within, DDP, path="bert"),
-    "FullyShardedDataParallel": partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
     "torch.compile": partial(compiled, in_place=True),
     "compiled model at 'bert.encoder.layer.1'": partial(within, compiled),
     "a DTensor": partial(sharded, path="bert.encoder.layer.1"),
@@ -446,11 +406,7 @@ def test_models_that_are_placed_or_wrapped_are_refused(group_of_two, tmp_path):
                 attach(model)
 
 
-def test_a_process_group_comes_before_attaching(request, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ValueError, match="no process group"):
-            attach_l2l(tiny_bert(layers=2))
+def test_a_process_group_comes_before_attaching(request):
     model = bert()
     attach_l2l(model)
     request.getfixturevalue("group_of_two")
@@ -468,8 +424,3 @@ def test_a_device_map_that_is_all_host_and_bare_hooks_are_no_placement():
         add_hook_to_module(model.bert, ModelHook())  # which copies carry
         attach_l2l(model)
         train_once(model, batch_for(model))
-
-
-def test_masters_of_16_bits_are_warned_of():
-    with pytest.warns(UserWarning, match="the master weights are torch.bfloat16"):
-        attach_l2l(bert().bfloat16())

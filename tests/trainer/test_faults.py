@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 
 from hf_l2l import detach_l2l
@@ -16,7 +15,7 @@ from left_over import own_threads
 from plain import small_bert, trained
 from runs import assert_same_run, assert_same_tensors, run_of_trainer
 from tiers import ALL, cpu_suffices, more
-from training import l2l_trainer, left_in
+from training import l2l_trainer, left_in, on
 
 RUN: dict[str, Any] = {
     "max_steps": 3,
@@ -78,9 +77,7 @@ def install(made: Any, place: str, armed: Armed) -> None:
         layer.register_forward_hook(in_backward)
     else:
         is_at_begin = place in ("on_train_begin", "on_epoch_begin")  # before any step
-        callback = hf.TrainerCallback()
-        setattr(callback, place, lambda *_, **__: armed(whatever_the_step=is_at_begin))
-        made.add_callback(callback)
+        made.add_callback(on(place, lambda *_, **__: armed(whatever_the_step=is_at_begin)))
 
 
 PLACES = [

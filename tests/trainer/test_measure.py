@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-import transformers as hf
 from accelerate import Accelerator
 from torch import nn
 
@@ -27,7 +26,7 @@ from hf_l2l.testing import page_locked_bytes
 from models import attached, batch_for, bert, llama, train_once, vit
 from runs import assert_same_run, attach
 from tiers import combinations, cpu_suffices, more
-from training import l2l_trainer, measured, plain_trainer, settled_memory, tiny_bert
+from training import l2l_trainer, measured, on, plain_trainer, settled_memory, tiny_bert
 
 
 @pytest.fixture(autouse=True)
@@ -83,18 +82,16 @@ def test_the_host_holds_the_bytes_per_parameter_that_the_summary_says(tmp_path):
     assert memory.metrics()["train_host_bytes"] == 10 * sum(p.numel() for p in parameters) + counters
 
 
-PEAK = """
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_that_started_this_one_is_not_counted():
+    mine = torch.ones(2**28 // 4)  # with this, more than the other process takes
+    code = """
 from hf_l2l.memory.host_limits import peak_process_bytes
 peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))
 print(peak_process_bytes(), int(peak.split()[1]) * 1024)
 """
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_process_that_started_this_one_is_not_counted():
-    mine = torch.ones(2**28 // 4)  # with this, more than the other process takes
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    result = subprocess.run([sys.executable, "-c", PEAK], env=environment, capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     found, peak = map(int, result.stdout.split())
     assert found == pytest.approx(peak, rel=0.05), f"with {tensor_bytes([mine])} more bytes held here"
 
@@ -141,12 +138,12 @@ def test_what_an_eager_update_has_used_is_no_gradient_any_more(device):
 # ---- as a notebook shows it
 
 
-def table(eps: EagerParamServer) -> list[list[str]]:
-    """The rows of the table, which must be well-formed; a shell says what a notebook says."""
+def shown(eps: EagerParamServer) -> list[list[str]]:
+    """How many of each kind there are, and their size: a shell says what a notebook shows, which is well-formed."""
     rows = ElementTree.fromstring(eps._repr_html_()).findall("tbody/tr")
     found = [[str(cell.text) for cell in row.findall("td")] for row in rows]
     assert [line.split(maxsplit=2) for line in repr(eps).splitlines()[2:]] == found
-    return found
+    return [row[1:] for row in found]
 
 
 def test_kinds_and_sizes_change_with_the_step(device):
@@ -154,25 +151,23 @@ def test_kinds_and_sizes_change_with_the_step(device):
     eps = attach_l2l(model, L2LConfig(device=device, eps_update="serial"))
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    masters = ["masters", str(len(parameters)), size_text(tensor_bytes(parameters))]
-    none = ["0", "0 bytes"]
+    whole, size, none = tensor_bytes(parameters), tensor_bytes(trained), ["0", "0 bytes"]
+    masters = [str(len(parameters)), size_text(whole)]
     assert ("page-locked" in repr(eps)) == (device != "cpu")
-    assert table(eps) == [masters, ["gradients", *none], ["moments", *none]]
+    assert shown(eps) == [masters, none, none]
     optimizer = eps.wrap(torch.optim.AdamW(trained, lr=0.1))
     optimizer = Accelerator(cpu=device == "cpu").prepare(optimizer)
     eps.wrap(optimizer)
     train_once(model, batch_for(model))
     eps.synchronize()
-    assert held(model, optimizer) == (tensor_bytes(parameters), tensor_bytes(trained), 0)
-    gradients = ["gradients", str(len(trained)), size_text(tensor_bytes(trained))]
-    assert table(eps) == [masters, gradients, ["moments", *none]]
+    assert held(model, optimizer) == (whole, size, 0)
+    assert shown(eps) == [masters, [str(len(trained)), size_text(size)], none]
     optimizer.step()
-    size = 2 * tensor_bytes(trained) + 4 * len(trained)
-    assert held(model, optimizer) == (tensor_bytes(parameters), 0, size)
-    moments = ["moments", str(3 * len(trained)), size_text(size)]
-    assert table(eps) == [masters, ["gradients", *none], moments]
+    moments = 2 * size + 4 * len(trained)
+    assert held(model, optimizer) == (whole, 0, moments)
+    assert shown(eps) == [masters, none, [str(3 * len(trained)), size_text(moments)]]
     eps.release()
-    assert table(eps) == [masters, ["gradients", *none], ["moments", *none]]
+    assert shown(eps) == [masters, none, none]
 
 
 # ---- after many steps, as after a few
@@ -265,8 +260,7 @@ def test_inputs_that_are_no_tokens_have_no_tokens_per_second(tmp_path):
 def test_trackers_take_every_value(tmp_path):
     """TensorBoard tells numbers from text, and drops anything else."""
     lines = []
-    callback = hf.TrainerCallback()
-    callback.on_log = lambda *_, logs, **__: lines.append(dict(logs))
+    callback = on("on_log", lambda *_, logs, **__: lines.append(dict(logs)))
     l2l_trainer(tmp_path, max_steps=1, callbacks=[callback], l2l_log_times=True).train()
     assert {"l2l_bound", "l2l_step_s"} <= lines[0].keys() and type(lines[0]["l2l_bound"]) is str
     assert {type(value) for value in lines[0].values()} <= {int, float, str}

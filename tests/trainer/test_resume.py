@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import random
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_pt_utils import safe_globals
 
 from accumulated import tiny_llama
 from devices import DEVICE
 from hf_l2l import L2LTrainer
 from models import VOCAB
+from plain import Streamed
 from runs import assert_same_run, assert_same_tensors
 from saving import At
 from tiers import ALL, cpu_suffices, more, nightly, on_the_host
@@ -31,10 +31,12 @@ from training import (
     StopAt,
     inner_optimizer,
     l2l_trainer,
+    on,
     plain_trainer,
     rows,
     stopped_at_two,
     tiny_bert,
+    trained_batches,
     trainer,
 )
 
@@ -85,11 +87,9 @@ class Augmented(Dataset):  # type: ignore[type-arg]
         return changed(self.rows[index])
 
 
-class Streamed(IterableDataset):  # type: ignore[type-arg]
+def streamed() -> Streamed:
     """Rows without a length, changed at random."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (changed(row) for row in rows(COUNT))
+    return Streamed(Augmented())  # type: ignore[arg-type]
 
 
 class MaskingCollator(hf.DefaultDataCollator):
@@ -122,15 +122,11 @@ class Recorded:
         made.train_dataset, made.data_collator = data(), collator()
         if not isinstance(made.model, hf.BertForSequenceClassification):
             made.loss_is_scaled_for_ga = None  # of a language model it is; that of the classifier is a mean
-        self.batches: list[list[list[int]]] = []
-        get_batch_samples = made.get_batch_samples
+        self.seen = trained_batches(made)
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            found = get_batch_samples(*args, **kwargs)
-            self.batches += [batch["input_ids"].tolist() for batch in found[0]]
-            return found
-
-        made.get_batch_samples = noting
+    @property
+    def batches(self) -> list[list[list[int]]]:
+        return [batch["input_ids"].tolist() for batch in self.seen]
 
     def train(self, resumes: Any = None) -> Recorded:
         self.made.train(resume_from_checkpoint=str(resumes) if isinstance(resumes, Path) else resumes)
@@ -187,11 +183,8 @@ class _OwnLoader(L2LTrainer):
         return DataLoader(self.train_dataset, batch_size=8, shuffle=True, collate_fn=self.data_collator)
 
 
-class _EpochsOfFour(hf.TrainerCallback):
-    """Ends each epoch after four steps."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_epoch_stop = state.global_step % 4 == 0
+def end_epochs_of_four(args: Any, state: Any, control: Any, **_: Any) -> None:
+    control.should_epoch_stop = state.global_step % 4 == 0
 
 
 SHORT: dict[str, Any] = {"l2l_grad_dtype": "16bit", "l2l_moment_dtype": "bf16", "l2l_host_copies": "per_sweep"}
@@ -205,24 +198,23 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "epochs that are cut": {
         **{"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch"},
-        "callbacks": [_EpochsOfFour()],
+        "callbacks": [on("on_step_end", end_epochs_of_four)],
     },
     "bf16": {"cmp": "bf16", "ubatch_size": 3, "eps_update": "deferred"},
     # The first scales are so large that steps are skipped, and growth begins anew.
     "fp16": {"cmp": "fp16", "l2l_loss_scale_init": 2.0**24, "l2l_loss_scale_interval": 2, "ubatch_size": 3, **SHORT},
     "workers": {"dataloader_num_workers": 2},
-    "rows from a stream": {"data": Streamed},
-    "rows from a stream by workers": {"data": Streamed, "dataloader_num_workers": 1},
+    "rows from a stream": {"data": streamed},
+    "rows from a stream by workers": {"data": streamed, "dataloader_num_workers": 1},
     "an order drawn of the program's generator": {"accelerator_config": {"use_seedable_sampler": False}},
     "own loader": {"kind": _OwnLoader},
     "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
     "a model in 16 bits": {"model": lambda: tiny_bert(layers=2).bfloat16()},
     "saved while training goes on": {"l2l_async_save": True, "eps_update": "deferred"},
 }
-FAST = {
-    "cpu": {"merged", "epochs that are cut", "workers", "own loader", "fp16"},
-    "sim": {"rows from a stream"},
-}.get(DEVICE, set())
+FAST = {"cpu": {"merged", "epochs that are cut", "workers", "own loader", "fp16"}, "sim": {"rows from a stream"}}.get(
+    DEVICE, set()
+)
 NOT_HERE = {"sim": {"own loader", "plateau"}}.get(DEVICE, set())
 # One within the first epoch, its last one; and where epochs are cut. On a device, the first one.
 SOME = {"epochs that are cut": (4, 6)}
@@ -400,7 +392,7 @@ def test_what_is_another_training_is_told(tmp_path, caplog):
     said = "".join(said_at(tmp_path / "plain", caplog, 4, before=plain, after={}))
     assert "has no rng_state_data.pth: what is drawn for the rest of this epoch's batches" in said
     assert "drawn" not in "".join(said_at(tmp_path / "an epoch is over", caplog, 6, before=plain, after={}))
-    (said,) = said_at(tmp_path / "stream", caplog, 4, before={"data": Streamed}, after={"data": Streamed})
+    (said,) = said_at(tmp_path / "stream", caplog, 4, before={"data": streamed}, after={"data": streamed})
     assert "so does the training (torch)" in said
 
 

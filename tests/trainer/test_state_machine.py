@@ -180,8 +180,8 @@ class Saved(NamedTuple):
     optimizer: str
     trained: set[str]
     """Names of the parameters that are not frozen."""
-    weights: dict[str, torch.Tensor] | Path
-    """In memory, or the folder of `save_pretrained`."""
+    weights: Path
+    """The folder of `save_pretrained`."""
     rest: bytes
     """State of optimizer, scheduler and scaler."""
 
@@ -243,25 +243,18 @@ class Side:
 
     # ---- what is kept
 
-    def save(self, folder: Path | None) -> Saved:
-        weights: Any = folder
-        if folder is None:
-            weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        else:
-            self.model.save_pretrained(folder)
+    def save(self, folder: Path) -> Saved:
+        self.model.save_pretrained(folder)
         rest = io.BytesIO()
         torch.save((self.optimizer.state_dict(), self.scheduler.state_dict(), self.scaler_state()), rest)
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        return Saved(self.model.config.vocab_size, self.name, trained, weights, rest.getvalue())
+        return Saved(self.model.config.vocab_size, self.name, trained, folder, rest.getvalue())
 
     def load(self, saved: Saved) -> None:
         """Go on from what was saved, with the same objects."""
         if saved.optimizer != self.name:
             self.optimize(saved.optimizer)
-        weights = saved.weights
-        if isinstance(weights, Path):
-            weights = type(self.model).from_pretrained(weights).state_dict()
-        self.model.load_state_dict(weights)
+        self.model.load_state_dict(type(self.model).from_pretrained(saved.weights).state_dict())
         optimizer, scheduler, scaler = torch.load(io.BytesIO(saved.rest), weights_only=True)
         self.optimizer.load_state_dict(optimizer)
         self.scheduler.load_state_dict(scheduler)
@@ -313,7 +306,7 @@ class Twins:
     """A model under L2L, its plain twin, and the last checkpoint of each."""
 
     def __init__(self, kind: str, ours: Layered, plain: Side) -> None:
-        self.kind, self.ours, self.plain = kind, ours, plain
+        self.kind, self.ours, self.plain, self.sides = kind, ours, plain, (ours, plain)
         self.saved: tuple[Saved, Saved]
 
     def both(self, act: Any) -> tuple[Any, Any]:
@@ -409,7 +402,7 @@ class Machine(RuleBasedStateMachine):
         model, options = KINDS[kind](VOCABULARIES[0]), self.options(options)
         plain = Side(copy.deepcopy(model), optimizer, options)
         self.twins.append(Twins(kind, Layered(model, optimizer, options), plain))
-        self.save(len(self.twins) - 1, in_folder=False)
+        self.save(len(self.twins) - 1)
 
     @rule(which=which, rows=rows, seed=seeds)
     def backward(self, which: int, rows: int, seed: int) -> None:
@@ -489,22 +482,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=which, rate=st.sampled_from([1e-3, 5e-3, 0.0]))
     def change_rate(self, which: int, rate: float) -> None:
-        def change(side: Side) -> None:
+        for side in self.of(which).sides:
             side.optimizer.param_groups[0]["lr"] = rate
-
-        self.of(which).both(change)
 
     @rule(which=which, number=st.integers(0, 30), trains=st.booleans(), whole=st.booleans())
     def freeze(self, which: int, number: int, trains: bool, whole: bool) -> None:
         """Freeze a layer or one of its parameters, or let it train again; gradients so far stay."""
 
-        def change(side: Side) -> None:
-            layer = side.layers[number % len(side.layers)]
-            parameters = list(layer.parameters())
+        for side in self.of(which).sides:
+            parameters = list(side.layers[number % len(side.layers)].parameters())
             for p in parameters if whole else [parameters[number % len(parameters)]]:
                 p.requires_grad_(trains)
-
-        self.of(which).both(change)
         self.compares = "weights"
 
     @rule(which=which, optimizer=st.sampled_from(list(OPTIMIZERS)))
@@ -523,11 +511,10 @@ class Machine(RuleBasedStateMachine):
         self.of(which).both(change)
         self.compares = "weights"
 
-    @rule(which=which, in_folder=st.booleans())
-    def save(self, which: int, in_folder: bool) -> None:
+    @rule(which=which)
+    def save(self, which: int) -> None:
         twins = self.of(which)
-        folders = [Path(tempfile.mkdtemp(dir=self.folder)) if in_folder else None for _ in range(2)]
-        twins.saved = twins.both(lambda side: side.save(folders.pop()))
+        twins.saved = twins.both(lambda side: side.save(Path(tempfile.mkdtemp(dir=self.folder))))
 
     @rule(which=which, cross=st.booleans())
     def load(self, which: int, cross: bool) -> None:
@@ -576,12 +563,10 @@ class Machine(RuleBasedStateMachine):
     def write(self, which: int, number: int, factor: float) -> None:
         """The program changes a parameter between steps, and reads it."""
 
-        def change(side: Side) -> None:
+        for side in self.of(which).sides:
             parameters = list(side.model.parameters())
             with torch.no_grad():
                 parameters[number % len(parameters)].mul_(factor)
-
-        self.of(which).both(change)
 
     # ---- after every rule
 
