@@ -163,8 +163,12 @@ SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_schedul
 
 def on(event: str, call: Callable[..., object]) -> hf.TrainerCallback:
     """A callback that does something at one event, with what transformers passes."""
+
+    def at_event(*passed: Any, **more: Any) -> None:
+        call(*passed, **more)
+
     made = hf.TrainerCallback()
-    setattr(made, event, call)
+    setattr(made, event, at_event)
     return made
 
 

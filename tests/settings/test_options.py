@@ -218,8 +218,8 @@ def test_lamb_is_made_of_the_trainers_options(tmp_path):
 
 # ---- any arguments
 #
-# A training under L2L ends as that of plain `Trainer`, with the same losses and weights; or, where that raises for these
-# arguments, with the same error; or with a ValueError of ours, which names an option that was given.
+# A training under L2L ends as that of plain `Trainer`, with the same losses and weights; or, where that one does not
+# take these arguments, with the same error; or with a ValueError of ours, which names an option that was given.
 
 OPTIMIZERS = [each.value for each in OptimizerNames]
 SCHEDULERS = [each.value for each in hf.SchedulerType]

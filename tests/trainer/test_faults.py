@@ -299,16 +299,8 @@ def test_a_fault_is_told_with_its_layer_and_the_step_repeated_or_refused(
 
 # ---- trainings of the Trainer
 
-RUN: dict[str, Any] = {
-    "max_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "lr_scheduler_type": "cosine",
-    "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 4,
-}
+RUN: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+RUN |= {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
 
 
 class Armed:
