@@ -399,7 +399,7 @@ def test_an_update_of_the_last_step_that_fails_is_raised_by_the_training(tmp_pat
 @pytest.mark.usefixtures("_late")
 def test_forked_data_loaders_live_with_the_worker(tmp_path):
     """They are forked while an update is under way; the second epoch's, too."""
-    options = {"dataloader_num_workers": 2, "per_device_train_batch_size": 16, "max_steps": 4, "l2l_num_threads": 2}
+    options = {"dataloader_num_workers": 1, "per_device_train_batch_size": 16, "max_steps": 4, "l2l_num_threads": 2}
     modes = ("deferred", "serial")
     found, expected = (trained(l2l_trainer, tmp_path / mode, eps_update=mode, **options) for mode in modes)
     assert found.state.epoch > 1
