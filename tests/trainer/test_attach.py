@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
 from models import assert_same_bits, batch_for, bert, gpt2, gradients, llama, reference, relative_error, t5, train_once
 from plain import assert_as_plain, is_attached, small_bert
+from runs import assert_same_tensors
 from tiers import cpu_suffices
 from training import CHECKPOINTING, arguments, inner_optimizer, l2l_trainer, on, rows, tiny_bert, trainer
 
@@ -325,10 +326,8 @@ def test_the_example_of_the_documentation_is_saved_and_resumed(tmp_path):
     assert {float(state[p]["step"]) for p in layers[0].parameters()} == {4.0}
     assert {float(state[p]["step"]) for p in layers[-1].parameters()} == {2.0}
     made.save_model(str(tmp_path / "saved"))
-    loaded = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").state_dict()
-    expected = made.model.state_dict()
-    assert loaded.keys() == expected.keys()
-    assert [name for name, value in loaded.items() if not torch.equal(value, expected[name])] == []
+    loaded = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert_same_tensors(loaded.state_dict(), made.model.state_dict())
 
     folder = str(tmp_path / "checkpoint-3")
     args = arguments(L2LTrainingArguments, tmp_path, **saving)
@@ -375,9 +374,6 @@ def within(wrap, model: nn.Module, path: str = "bert.encoder.layer.1") -> nn.Mod
 def sharded(model: nn.Module, path: str) -> nn.Module:
     fully_shard(model.get_submodule(path), mesh=init_device_mesh("cpu", (2,)))
     return model
-
-
-DDP = nn.parallel.DistributedDataParallel
 
 
 def compiled(model: nn.Module, *, in_place: bool = False) -> nn.Module:
