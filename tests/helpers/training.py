@@ -15,7 +15,7 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l
-from models import VOCAB, batch_for
+from models import VOCAB, batch_for, bert
 
 # transformers 5.23 renamed the option.
 CHECKPOINTING = (
@@ -40,19 +40,10 @@ def settled_memory() -> int:
 
 def tiny_bert(dropout: float = 0.1, layers: int = 4, width: int = 16) -> nn.Module:
     """A BERT whose weights are the same at every call."""
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": width * 3 // 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        config = hf.BertConfig(
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            intermediate_size=width * 3 // 2,
-            vocab_size=VOCAB,
-            max_position_embeddings=16,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-        return hf.BertForSequenceClassification(config)
+        return bert(dropout, **sizes, max_position_embeddings=16)
 
 
 def rows(count: int = 48) -> list[dict[str, Any]]:
