@@ -11,7 +11,7 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LTrainer, L2LTrainingArguments
-from models import VOCAB
+from models import SMALL, VOCAB
 from training import arguments
 
 PAD = 0
@@ -19,19 +19,10 @@ PAD = 0
 
 def tiny_llama(layers: int = 2, **config: Any) -> nn.Module:
     """A Llama whose weights are the same at every call."""
+    known = {"num_hidden_layers": layers, "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": PAD}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        known: dict[str, Any] = {
-            "hidden_size": 16,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 24,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 32,
-            "pad_token_id": PAD,
-        }
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**{**known, **config}))
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, **known, **config}))
 
 
 def ragged(count: int = 48, longest: int = 9, shortest: int = 3) -> list[dict[str, Any]]:

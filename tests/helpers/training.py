@@ -15,8 +15,7 @@ import transformers as hf
 from torch import nn
 
 from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l
-from hf_l2l.hf.attach import attachment_of
-from models import VOCAB, batch_for
+from models import VOCAB, batch_for, bert
 
 # transformers 5.23 renamed the option.
 CHECKPOINTING = (
@@ -41,19 +40,10 @@ def settled_memory() -> int:
 
 def tiny_bert(dropout: float = 0.1, layers: int = 4, width: int = 16) -> nn.Module:
     """A BERT whose weights are the same at every call."""
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": width * 3 // 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        config = hf.BertConfig(
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            intermediate_size=width * 3 // 2,
-            vocab_size=VOCAB,
-            max_position_embeddings=16,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-        return hf.BertForSequenceClassification(config)
+        return bert(dropout, **sizes, max_position_embeddings=16)
 
 
 def rows(count: int = 48) -> list[dict[str, Any]]:
@@ -127,6 +117,20 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [row for row in found if "memory" not in row]
 
 
+def trained_batches(of: hf.Trainer) -> list[Any]:
+    """Collects the batches that are trained on from now on."""
+    seen: list[Any] = []
+    get_batch_samples = of.get_batch_samples
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        found = get_batch_samples(*args, **kwargs)
+        seen.extend(found[0])
+        return found
+
+    of.get_batch_samples = noting
+    return seen
+
+
 def inner_optimizer(of: hf.Trainer) -> torch.optim.Optimizer:
     return getattr(of.optimizer, "optimizer", of.optimizer)
 
@@ -145,39 +149,18 @@ def assert_same_run(found: hf.Trainer, expected: hf.Trainer) -> None:
             assert torch.equal(torch.as_tensor(ours["state"][index][key]), torch.as_tensor(value)), (index, key)
 
 
-class Averaged(hf.TrainerCallback):
-    """An average of the weights, over what `p.data` was when the training began, or is after each step."""
-
-    def __init__(self, data: str) -> None:
-        self.data = data
-
-    def on_train_begin(self, *args: Any, model: nn.Module, **more: Any) -> None:
-        self.kept = [p.data for p in model.parameters()]
-        self.average = [each.clone() for each in self.kept]
-
-    def on_step_end(self, *args: Any, model: nn.Module, **more: Any) -> None:
-        if self.data == "synchronized":
-            attached = attachment_of(model)
-            assert attached is not None
-            attached.eps.synchronize()
-        now = [p.data for p in model.parameters()] if self.data == "read again" else self.kept
-        for average, each in zip(self.average, now, strict=True):
-            average.lerp_(each, 0.1)
-
-
-def check_average(folder: Path, eps_update: str, data: str) -> None:
-    """Assert that an average over `data` of weights is that which a callback of plain Trainer makes."""
-    plain, ours = Averaged("kept"), Averaged(data)
-    usual: dict[str, Any] = {"max_grad_norm": 0.0, "use_cpu": True}
-    plain_trainer(folder / "plain", model=tiny_bert(dropout=0.0), **usual, callbacks=[plain]).train()
-    del usual["use_cpu"]
-    made = l2l_trainer(folder / "l2l", model=tiny_bert(dropout=0.0), **usual, callbacks=[ours], eps_update=eps_update)
-    made.train()
-    for expected, found in zip(plain.average, ours.average, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+
+
+def on(event: str, call: Callable[..., object]) -> hf.TrainerCallback:
+    """A callback that does something at one event, with what transformers passes."""
+
+    def at_event(*passed: Any, **more: Any) -> None:
+        call(*passed, **more)
+
+    made = hf.TrainerCallback()
+    setattr(made, event, at_event)
+    return made
 
 
 class StopAt(hf.TrainerCallback):

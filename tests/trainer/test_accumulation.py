@@ -15,10 +15,11 @@ from devices import DEVICE
 from folded import CLOSE, EAGER, ONE_STEP, OutOfRoom, assert_folded, pair, told
 from hf_l2l import L2LTrainer
 from hf_l2l.model.batch_dims import NotCut
+from models import SMALL
 from plain import DROPOUT, small_bert
 from runs import assert_same_run
 from tiers import cpu_suffices
-from training import logs
+from training import logs, on
 
 # ---- the steps of a training
 
@@ -42,8 +43,7 @@ def test_a_step_is_that_of_its_batches(tmp_path, options):
     assert told(folded)
     size = folded.args.per_device_train_batch_size * folded.args.gradient_accumulation_steps
     assert seen[-2:] == [size] * 2
-    known = {"data", *hf.TrainingArguments.__dataclass_fields__}
-    theirs = {name: value for name, value in options.items() if name in known}
+    theirs = {name: value for name, value in options.items() if name in hf.TrainingArguments.__dataclass_fields__}
     plain = accumulated.made(tmp_path, kind=hf.Trainer, **theirs, model=make())
     train(plain)
     assert_folded(folded, plain, weights=1e-3 if "l2l_resident" in options else CLOSE)
@@ -71,37 +71,24 @@ def test_it_is_so_in_16_bits(tmp_path, options, rel, weights):
         assert folded.state.log_history[-2]["skipped_steps"] == 1
 
 
-class Events(hf.TrainerCallback):
-    """What callbacks are called for within a step."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.events.append("step")
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        self.events.append("substep")
-
-    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        assert all(p.grad is not None for p in model.parameters())
-        self.events.append("gradients")
-
-
 @cpu_suffices
 def test_what_callbacks_and_logs_see(tmp_path):
+    def gradients(events, model):
+        assert all(p.grad is not None for p in model.parameters())
+        events.append("gradients")
+
     runs = []
     for value in ("auto", "off"):
-        callback = Events()
-        made = accumulated.made(
-            tmp_path,
-            l2l_merge_accumulation=value,
-            include_num_input_tokens_seen=True,
-            logging_steps=2,
-            of_trainer={"callbacks": [callback]},
-        )
+        events: list[str] = []
+        callbacks = [
+            on("on_step_begin", lambda *_, events=events, **__: events.append("step")),
+            on("on_substep_end", lambda *_, events=events, **__: events.append("substep")),
+            on("on_pre_optimizer_step", lambda *_, model, events=events, **__: gradients(events, model)),
+        ]
+        options = {"include_num_input_tokens_seen": True, "logging_steps": 2, "of_trainer": {"callbacks": callbacks}}
+        made = accumulated.made(tmp_path, l2l_merge_accumulation=value, **options)
         train(made)
-        runs.append((callback.events, logs(made), made.state.num_input_tokens_seen, made.state.total_flos))
+        runs.append((events, logs(made), made.state.num_input_tokens_seen, made.state.total_flos))
     (events, entries, *counts), (others, expected, *known) = runs
     assert events == others == 3 * ["step", "substep", "substep", "substep", "gradients"]
     assert counts == known
@@ -113,10 +100,13 @@ def test_what_callbacks_and_logs_see(tmp_path):
 def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path):
     """transformers' loss of this model does not use num_items_in_batch, though its forward takes it."""
 
+    def classified(rows):
+        labels = torch.tensor([sum(row["input_ids"]) % 2 for row in rows])
+        return {**padded([{**row, "labels": row["input_ids"]} for row in rows]), "labels": labels}
+
     def run(reason: str, **options):
-        data = [{**row, "labels": sum(row["input_ids"]) % 2} for row in ragged()]
         made = accumulated.made(
-            tmp_path, model=small_bert(), data=data, of_trainer={"data_collator": classified}, **EAGER, **options
+            tmp_path, model=small_bert(), of_trainer={"data_collator": classified}, **EAGER, **options
         )
         seen = forwards(made)
         assert told(made, reason)
@@ -126,11 +116,6 @@ def test_where_it_disagrees_batches_run_one_by_one_with_their_bits(tmp_path):
     # A first batch that draws random numbers is compared without them, out of sight.
     assert seen == ([2] if DROPOUT else [*ONE_STEP, 8]) + 3 * ONE_STEP
     assert_same_run(tried, run("l2l_merge_accumulation='off'", l2l_merge_accumulation="off")[0])
-
-
-def classified(rows):
-    labels = torch.tensor([row["labels"] for row in rows])
-    return {**padded([{**row, "labels": row["input_ids"]} for row in rows]), "labels": labels}
 
 
 class WithAuxiliaryLoss(hf.LlamaForCausalLM):
@@ -166,10 +151,7 @@ def test_what_the_first_step_finds(tmp_path, kind, reason):
 # ---- steps that fail
 
 
-NO_ROOM = [("forward", 1, "deferred"), ("backward", 0, "serial")]
-
-
-@pytest.mark.parametrize(("where", "steps", "mode"), NO_ROOM)
+@pytest.mark.parametrize(("where", "steps", "mode"), [("forward", 1, "deferred"), ("backward", 0, "serial")])
 def test_a_device_without_room_for_all_rows(tmp_path, where, steps, mode):
     """In the first step, or later, when rows are longer: that step and those after it run batch by batch."""
     made, apart = pair(tmp_path, eps_update=mode, max_steps=steps + 2)
@@ -183,11 +165,8 @@ def test_a_device_without_room_for_all_rows(tmp_path, where, steps, mode):
         assert_same_run(made, apart)
 
 
-LATE = ["fails at once", "cannot be cut", "different inputs", "random numbers"]
-
-
 @cpu_suffices
-@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("late", ["fails at once", "cannot be cut", "different inputs", "random numbers"])
 def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path, late):
     """And so do all steps after that; nothing is lost, and random numbers are drawn again."""
     begins = 0 if late == "fails at once" else 1
@@ -197,19 +176,16 @@ def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path, late):
 
         def collate(rows):
             calls.append(1)
-            extra = {"return_loss": True} if late == "different inputs" and len(calls) == 7 else {}
-            return {**padded(rows), **extra}
-
-        model = tiny_llama(attention_dropout=0.3 if late == "random numbers" else 0.0)
-        made = accumulated.made(tmp_path, model=model, max_steps=2, of_trainer={"data_collator": collate}, **options)
+            return padded(rows) | ({"return_loss": True} if late == "different inputs" and len(calls) == 7 else {})
 
         def refuse(module, args, kwargs):
-            if len(kwargs["input_ids"]) > 4 and made.state.global_step == begins:
+            if len(kwargs["input_ids"]) > 4 and made.state.global_step == begins and late != "different inputs":
                 torch.rand(draws)
                 raise ValueError("these rows cannot be run") if begins == 0 else NotCut("so it is")
 
-        if late != "different inputs":
-            made.model.register_forward_pre_hook(refuse, with_kwargs=True)
+        model = tiny_llama(attention_dropout=0.3 if late == "random numbers" else 0.0)
+        made = accumulated.made(tmp_path, model=model, max_steps=2, of_trainer={"data_collator": collate}, **options)
+        made.model.register_forward_pre_hook(refuse, with_kwargs=True)
         return made
 
     tried = run()
@@ -217,56 +193,38 @@ def test_what_fails_with_all_rows_at_once_runs_batch_by_batch(tmp_path, late):
     reasons = {"fails at once": "these rows cannot be run", "different inputs": late}
     assert told(tried, reasons.get(late, "so it is"))
     assert seen[-4:] == ONE_STEP
-    if late == "random numbers":
-        again = run(draws=3)
-        train(again)
-        assert_same_run(tried, again)
-        return
-    apart = run(l2l_merge_accumulation="off")
-    train(apart)
-    assert_folded(tried, apart)
+    other = run(draws=3) if late == "random numbers" else run(l2l_merge_accumulation="off")
+    train(other)
+    (assert_same_run if late == "random numbers" else assert_folded)(tried, other)
 
 
 # ---- what speaks against it before the first step
 
 
-class OwnLoss(L2LTrainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
+def own(method: str) -> type[L2LTrainer]:
+    """A trainer with such a method of its own, which calls that of the base class."""
+    inherited = getattr(L2LTrainer, method)
+    return type("Own", (L2LTrainer,), {method: lambda self, *args, **kwargs: inherited(self, *args, **kwargs)})
 
 
-class OwnStep(L2LTrainer):
-    def training_step(self, *args, **kwargs):
-        return super().training_step(*args, **kwargs)
+def mixtral(**config: Any) -> nn.Module:
+    known = {"num_key_value_heads": 1, "num_local_experts": 4, "pad_token_id": 0}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **known, **config))
 
 
-class WithNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
+class Transposed(nn.BatchNorm1d):
+    """Of the features of tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        return out
-
-
-class OwnLabels(hf.LlamaForCausalLM):
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        return super().forward(input_ids, attention_mask, labels=input_ids, **kwargs)
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
 def with_batch_norm() -> nn.Module:
     model = tiny_llama()
-    model.model.embed_tokens = nn.Sequential(model.model.embed_tokens, WithNorm())
+    model.model.embed_tokens = nn.Sequential(model.model.embed_tokens, Transposed(16))
     return model
-
-
-def mixtral(**config: Any) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-        known = {"num_key_value_heads": 1, "vocab_size": 60, "num_local_experts": 4, "pad_token_id": 0}
-        return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **known, **config))
 
 
 def with_longer_rows() -> nn.Module:
@@ -276,45 +234,50 @@ def with_longer_rows() -> nn.Module:
     return model
 
 
+class OwnLabels(hf.LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        return super().forward(input_ids, attention_mask, labels=input_ids, **kwargs)
+
+
 def without_labels(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in padded(rows).items() if name != "labels"}
 
 
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "compute_loss": ({"kind": OwnLoss}, "OwnLoss has a compute_loss of its own"),
-    "training_step": ({"kind": OwnStep}, "OwnStep has a training_step of its own"),
-    "replaced": ({"set": {"compute_loss": None}}, "this trainer has a compute_loss"),
-    "compute_loss_func": (
-        {"of_trainer": {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.mean()}},
-        "compute_loss_func",
-    ),
-    "mean": ({"set": {"loss_is_scaled_for_ga": False}}, "loss_is_scaled_for_ga=False"),
-    "no items": ({"set": {"model_accepts_loss_kwargs": False}}, "it takes no num_items_in_batch"),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-    "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-    "routers": ({"model": lambda: mixtral(output_router_logits=True)}, "output_router_logits"),
-    "graphs": ({"l2l_kept_graphs": 1}, "l2l_kept_graphs"),
-    "rotary positions": ({"model": with_longer_rows}, "rotary positions"),
-    "batch norm": ({"model": with_batch_norm}, "model.embed_tokens.1.norm normalizes"),
-    "no labels": (
-        {"model": lambda: OwnLabels(tiny_llama().config), "of_trainer": {"data_collator": without_labels}},
-        "without labels there is no num_items_in_batch",
-    ),
-    "all resident": ({"l2l_resident": "all"}, ""),
-}
+def mean_logits(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
+    return outputs.logits.mean()
+
+
+UNLABELLED = {"model": lambda: OwnLabels(tiny_llama().config), "of_trainer": {"data_collator": without_labels}}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("Own has a compute_loss of its own", {"kind": own("compute_loss")}),
+    ("Own has a training_step of its own", {"kind": own("training_step")}),
+    ("this trainer has a compute_loss", {"set": {"compute_loss": None}}),
+    ("compute_loss_func", {"of_trainer": {"compute_loss_func": mean_logits}}),
+    ("loss_is_scaled_for_ga=False", {"set": {"loss_is_scaled_for_ga": False}}),
+    ("it takes no num_items_in_batch", {"set": {"model_accepts_loss_kwargs": False}}),
+    ("label_smoothing_factor", {"label_smoothing_factor": 0.1}),
+    ("neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
+    ("output_router_logits", {"model": lambda: mixtral(output_router_logits=True)}),
+    ("l2l_kept_graphs", {"l2l_kept_graphs": 1}),
+    ("rotary positions", {"model": with_longer_rows}),
+    ("model.embed_tokens.1 normalizes", {"model": with_batch_norm}),
+    ("without labels there is no num_items_in_batch", UNLABELLED),
+    ("", {"l2l_resident": "all"}),
+]
+"""What a warning says, and why; all on the device is no reason to warn."""
 
 
 @cpu_suffices
 def test_batches_run_one_by_one_and_a_warning_says_why(tmp_path):
-    for name, (given, reason) in CASES.items():
+    for reason, given in CASES:
         options = {"model": tiny_llama, **given}
         model, replaced = options.pop("model")(), options.pop("set", {})
         made = accumulated.made(tmp_path, **options, model=model, gradient_accumulation_steps=2, max_steps=1)
         for attribute, value in replaced.items():
             setattr(made, attribute, getattr(made, attribute) if value is None else value)
         seen = forwards(made)
-        assert told(made, reason), name
-        assert seen == [2, 2], name
+        assert told(made, reason), reason
+        assert seen == [2, 2], reason
 
 
 @cpu_suffices

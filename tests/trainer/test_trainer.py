@@ -1,9 +1,14 @@
-"""`L2LTrainer` trains as `Trainer` does, to the bit, through the Trainer's own code."""
+"""`L2LTrainer` trains as `Trainer` does, to the bit, through the Trainer's own code; updates in the background, too,
+which begin as late as the waits of the program allow."""
 
 from __future__ import annotations
 
 import gc
+import itertools
+import threading
+import warnings
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,17 +17,21 @@ from torch import nn
 from transformers.optimization import AdafactorSchedule
 
 from devices import DEVICE
-from hf_l2l import L2LConfig, L2LTrainer, attach_l2l, detach_l2l
-from plain import Streamed, assert_as_plain, assert_close_run, both, is_attached, small_bert, trained
-from runs import assert_same_run
-from tiers import cpu_suffices
+from hf_l2l import L2LTrainer, attach_l2l, detach_l2l
+from hf_l2l.eps import updates
+from late_updates import late_updates
+from plain import Streamed, assert_as_plain, both, is_attached, small_bert, trained
+from runs import assert_same_run, assert_same_tensors
+from slow_disk import assert_same_checkpoints
+from tiers import cpu_suffices, nightly
 from training import (
     CHECKPOINTING,
     arguments,
-    check_average,
     inner_optimizer,
     l2l_trainer,
+    left_in,
     logs,
+    on,
     plain_trainer,
     rows,
     trainer,
@@ -31,6 +40,8 @@ from training import (
 pytestmark = [
     pytest.mark.filterwarnings("ignore:no stack of layers was found:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*moves the weights:UserWarning"),  # tested beside accumulation
+    # torch warns of the scheduler's order when the optimizer is loaded; plain Trainer does the same.
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
 ]
 
 OPTIONS = [
@@ -62,27 +73,18 @@ def test_plain_training_arguments_are_accepted_and_left_as_they_are(tmp_path):
 
 
 @cpu_suffices
-def test_micro_batches_train_as_the_whole_batch_but_for_rounding(tmp_path):
-    ours = {"stash": "host", "l2l_boundary": "host", "ubatch_size": 3}
-    found, expected = both(tmp_path, model_init=lambda: small_bert(dropout=0.0), ours=ours)
-    assert_close_run(found, expected, rel=1e-4, weights=1e-3)
-
-
-@cpu_suffices
 def test_noise_in_the_embeddings_is_that_of_trainer(tmp_path):
+    """By micro-batches, too, but for rounding."""
+
     def losses(make, **options) -> list[float]:
         made = trained(make, tmp_path / f"{make.__name__} {len(options)}", model=small_bert(dropout=0.0), **options)
         assert not hasattr(made.model.get_input_embeddings(), "neftune_noise_alpha")  # it ends with the training
         return [entry["loss"] for entry in logs(made) if "loss" in entry] + [made.evaluate()["eval_loss"]]
 
     noisy = {"neftune_noise_alpha": 5.0}
-    found, expected, without = (
-        losses(l2l_trainer, **noisy, stash="host", l2l_boundary="host", ubatch_size=3),
-        losses(plain_trainer, **noisy),
-        losses(l2l_trainer),
-    )
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert found != pytest.approx(without, rel=1e-5)
+    found = losses(l2l_trainer, **noisy, stash="host", l2l_boundary="host", ubatch_size=3)
+    assert found == pytest.approx(losses(plain_trainer, **noisy), rel=1e-5)
+    assert found != pytest.approx(losses(l2l_trainer), rel=1e-5)
 
 
 # ---- evaluation, and other data
@@ -91,20 +93,17 @@ def test_noise_in_the_embeddings_is_that_of_trainer(tmp_path):
 @pytest.mark.parametrize(("layers", "dispatched"), [(2, None), (0, True)])
 def test_evaluation_and_prediction_without_training(tmp_path, layers, dispatched):
     """Of rows whose number is known, and of a stream with a short last batch."""
-
-    def evaluated(kind):
+    runs = []
+    for kind in (L2LTrainer, hf.Trainer):
         options = {"accelerator_config": {"dispatch_batches": dispatched}}
         made = trainer(kind, tmp_path / kind.__name__, model=small_bert(layers=layers), **options)
         found = [made.evaluate()["eval_loss"], made.evaluate(Streamed(rows(66)))["eval_loss"]]
         for data in (rows(11), Streamed(rows(66))):
             predicted = made.predict(data)
             found += [predicted.metrics["test_loss"], predicted.predictions.tolist()]
-        return found
-
-    found, expected = evaluated(L2LTrainer), evaluated(hf.Trainer)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
-    assert len(found[-1]) == 66
+        runs.append([torch.tensor(each) for each in found])
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
+    assert len(runs[0][-1]) == 66
 
 
 # ---- several trainings of a model
@@ -146,27 +145,19 @@ def test_two_trainers_with_other_options_take_turns(tmp_path):
 
 @cpu_suffices
 def test_while_a_model_is_trained_no_trainer_runs_it_with_other_options(tmp_path):
-    class Other(hf.TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            same.evaluate()
-            for run in (other.evaluate, other.train):
-                with pytest.raises(ValueError, match=r"while a trainer trains .*ubatch_size=2"):
-                    run()
+    def others(*_, **__):
+        same.evaluate()
+        for run in (other.evaluate, other.train):
+            with pytest.raises(ValueError, match=r"while a trainer trains .*ubatch_size=2"):
+                run()
 
     model = small_bert(dropout=0.0)  # each evaluation draws a number
-    made = l2l_trainer(tmp_path / "trained", model=model, max_steps=2, callbacks=[Other()])
+    made = l2l_trainer(tmp_path / "trained", model=model, max_steps=2, callbacks=[on("on_step_end", others)])
     same, other = (l2l_trainer(tmp_path / str(size), model=model, ubatch_size=size) for size in (None, 2))
     made.train()
     expected = trained(plain_trainer, tmp_path / "plain", model=small_bert(dropout=0.0), max_steps=2)
     assert_as_plain(made, expected)
     assert other.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"])
-
-
-def test_a_model_that_the_program_has_attached_keeps_its_options(tmp_path):
-    model = small_bert()
-    attach_l2l(model, L2LConfig(ubatch_size=2))
-    with pytest.raises(ValueError, match=r"one config at a time .*ubatch_size=3"):
-        l2l_trainer(tmp_path, model=model, ubatch_size=3).train()
 
 
 def test_a_trainer_is_freed_with_its_last_reference(tmp_path):
@@ -182,35 +173,64 @@ def test_a_trainer_is_freed_with_its_last_reference(tmp_path):
         gc.enable()
 
 
+@cpu_suffices
+def test_resident_weights_stay_when_the_trainer_trains_again(tmp_path):
+    made = l2l_trainer(tmp_path, max_steps=1, l2l_resident="shell")
+    made.train()
+    before = {name: p.device.type for name, p in made.model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*loss_is_scaled.*")
+        made.train()
+        made.evaluate()
+    assert {name: p.device.type for name, p in made.model.named_parameters()} == before
+    assert before["bert.embeddings.word_embeddings.weight"] == DEVICE
+    assert before["bert.encoder.layer.0.output.dense.weight"] == "cpu"
+    assert DEVICE == "cpu" or "stays there" in made.l2l_summary()
+
+
 # ---- optimizers and schedules of the program
 
 
 @cpu_suffices
+def test_a_skipped_step_is_logged_and_the_scheduler_waits(tmp_path):
+    """The first three scales overflow, whatever the last bits of the gradients."""
+    scaled = {"cmp": "fp16", "l2l_loss_scale_init": 2.0**30, "l2l_loss_scale_backoff": 2.0**-5}
+    made = trained(l2l_trainer, tmp_path, lr_scheduler_type="cosine", max_steps=6, **scaled)
+    entries = [entry for entry in made.state.log_history if "loss" in entry]
+    skipped = [entry["skipped_steps"] for entry in entries]
+    assert 0 < skipped[0] <= skipped[-1] < len(entries) == 6
+    assert [entry["loss_scale"] for entry in entries] == [2.0 ** (30 - 5 * count) for count in skipped]
+    steps = [1 - (count - before) for before, count in itertools.pairwise([0, *skipped])]
+    # What a step logs is the rate that it was to be made with.
+    rates = [entry["learning_rate"] for entry in entries]
+    assert [a != b for a, b in itertools.pairwise(rates)] == [bool(each) for each in steps[:-1]]
+
+
+@cpu_suffices
 def test_adafactors_own_learning_rates_are_reported(tmp_path, device):
-    def made(make, **options):
+    runs = []
+    for make, options in ((l2l_trainer, {"eps_update": "deferred"}), (plain_trainer, {})):
         model = small_bert().to("cpu" if make is l2l_trainer else device)
         optimizer = hf.Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True)
         scheduler = AdafactorSchedule(optimizer, initial_lr=1e-3)
-        found = trained(make, tmp_path / make.__name__, model=model, optimizers=(optimizer, scheduler), **options)
-        assert scheduler is found.lr_scheduler
-        return found
-
-    expected, found = made(plain_trainer), made(l2l_trainer, eps_update="deferred")
+        runs.append(trained(make, tmp_path / make.__name__, model=model, optimizers=(optimizer, scheduler), **options))
+        assert scheduler is runs[-1].lr_scheduler
+    found, expected = runs
     rates = [entry["learning_rate"] for entry in logs(found)[:-1]]
     assert len(set(rates)) == 4 and all(rates)
     assert_as_plain(found, expected)
     assert set(found.lr_scheduler.state_dict()) == set(expected.lr_scheduler.state_dict())
 
 
-class Mine(L2LTrainer):
-    """Makes its optimizer itself, and does not ask its base class."""
-
-    def create_optimizer(self, *args, **kwargs):
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        return self.optimizer
-
-
 def test_the_optimizer_of_a_subclass_is_updated_in_the_background_too(tmp_path):
+    class Mine(L2LTrainer):
+        """Makes its optimizer itself, and does not ask its base class."""
+
+        def create_optimizer(self, *args, **kwargs):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
     made = trainer(Mine, tmp_path, model=small_bert(), eps_update="deferred", max_steps=2)
     made.train()
     assert made.eps.updates.optimizers == [inner_optimizer(made)]
@@ -223,33 +243,50 @@ def test_the_optimizer_of_a_subclass_is_updated_in_the_background_too(tmp_path):
 def test_with_eager_updates_a_callback_cannot_read_gradients(tmp_path):
     refused = []
 
-    class Look(hf.TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            for p in model.parameters():
-                with pytest.raises(RuntimeError, match="during backward"):
-                    _ = p.grad
-                refused.append(p)
+    def look(*_, model, **__):
+        for p in model.parameters():
+            with pytest.raises(RuntimeError, match="during backward"):
+                _ = p.grad
+            refused.append(p)
 
     options = {"eps_update": "eager", "max_grad_norm": 0.0, "max_steps": 2}
-    made = trained(l2l_trainer, tmp_path, callbacks=[Look()], **options)
+    made = trained(l2l_trainer, tmp_path, callbacks=[on("on_pre_optimizer_step", look)], **options)
     assert len(refused) == 2 * len(list(made.model.parameters()))
 
 
 @cpu_suffices
 def test_an_average_of_weights_is_that_of_trainer(tmp_path):
-    check_average(tmp_path, "deferred", "synchronized")
+    """Of what `p.data` was when the training began, and of which the callback waits for updates."""
+
+    class Average(hf.TrainerCallback):
+        def on_train_begin(self, *args, model, **kwargs):
+            self.kept = [p.data for p in model.parameters()]
+            self.average = [each.clone() for each in self.kept]
+
+        def on_step_end(self, *args, **kwargs):
+            if isinstance(made, L2LTrainer):
+                made.eps.synchronize()
+            for average, each in zip(self.average, self.kept, strict=True):
+                average.lerp_(each, 0.1)
+
+    averages = []
+    for kind, options in ((L2LTrainer, {"eps_update": "deferred"}), (hf.Trainer, {"use_cpu": True})):
+        callback = Average()
+        model, same = small_bert(dropout=0.0), {"max_grad_norm": 0.0, "callbacks": [callback]}
+        made = trainer(kind, tmp_path / kind.__name__, model=model, **same, **options)
+        made.train()
+        averages.append(callback.average)
+    torch.testing.assert_close(*averages, rtol=1e-4, atol=1e-6)
 
 
 # ---- what is said, and what is changed
 
 
-def checkpointing(model: nn.Module) -> list[nn.Module]:
-    """The modules in which it is on."""
-    return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-
-
 @cpu_suffices
 def test_activation_checkpointing_is_off_while_a_model_is_attached(tmp_path):
+    def checkpointing(model: nn.Module) -> list[nn.Module]:
+        return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+
     with pytest.warns(UserWarning, match="activation checkpointing is part of L2L"):
         found = trained(l2l_trainer, tmp_path / "l2l", max_steps=2, **{CHECKPOINTING: True})
     assert checkpointing(found.model) == []
@@ -268,38 +305,102 @@ def test_activation_checkpointing_is_off_while_a_model_is_attached(tmp_path):
     assert checkpointing(detach_l2l(model)) == []
 
 
-# ---- models without layers
-
-
-class Flat(nn.Module):
-    """A model without layers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(64, 8)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        logits = self.head(self.embedding(input_ids).mean(1))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
 @cpu_suffices
 def test_a_model_without_layers_trains_as_with_trainer(tmp_path):
     """With options that are refused for a model with layers."""
-    options = {"gradient_accumulation_steps": 2, "bf16_full_eval": True, "use_cpu": True}
+    options = {"gradient_accumulation_steps": 2, "bf16_full_eval": True, "use_cpu": True, "max_steps": 2}
 
     def evaluated(kind):
-        made = trainer(kind, tmp_path / kind.__name__, model=Flat(), max_steps=2, **options)
+        made = trainer(kind, tmp_path / kind.__name__, model=small_bert(layers=0), **options)
         made.train()
         made.evaluate()
         return made
 
     expected = evaluated(hf.Trainer)
-    with pytest.warns(UserWarning, match="no stack of layers was found in a Flat") as said:
+    with pytest.warns(UserWarning, match="no stack of layers was found in a Bert") as said:
         found = evaluated(L2LTrainer)
     assert len([w for w in said if "no stack" in str(w.message)]) == 1
     assert "no stack of layers" in found.l2l_summary() and not is_attached(found.model)
     assert {p.dtype for p in found.model.parameters()} == {p.dtype for p in expected.model.parameters()}
     assert_as_plain(found, expected)
+
+
+# ---- updates in the background
+
+
+@pytest.fixture
+def _late() -> Iterator[None]:
+    """An update begins when somebody waits for it: code without a wait reads the weights before it."""
+    with late_updates() as gate:
+        yield
+        gate.open_all()
+
+
+SAVED = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
+
+
+@nightly
+@cpu_suffices
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize(("mode", "max_norm"), [("deferred", 1.0), ("eager", 0.0)])
+def test_checkpoints_evaluations_and_callbacks_see_finished_weights(tmp_path, mode, max_norm):
+    """Those of serial updates, at every step; and the best model is loaded at the end."""
+    same = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_grad_norm": max_norm}
+    runs, averages = [], []
+    for each in (mode, "serial"):
+        average: dict[str, torch.Tensor] = {}
+
+        def read(*_, model, average=average, **__):  # while the update runs
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    average.setdefault(name, p.clone()).lerp_(p, 0.5)
+
+        callbacks = [on("on_step_end", read)]
+        runs.append(trained(l2l_trainer, tmp_path / each, eps_update=each, callbacks=callbacks, **same, **SAVED))
+        averages.append(average)
+    assert_same_checkpoints(tmp_path / mode, tmp_path / "serial")
+    assert_same_run(*runs)
+    assert_same_tensors(*averages)
+    assert len(averages[0]) == len(list(small_bert().parameters()))
+    assert len([entry for entry in logs(runs[0]) if "eval_loss" in entry]) == 3
+
+
+@pytest.mark.usefixtures("_late")
+def test_an_update_that_fails_leaves_no_folder_of_a_checkpoint(tmp_path, monkeypatch):
+    made = l2l_trainer(tmp_path, model=small_bert(), eps_update="deferred", **SAVED)
+    carry_out, save_checkpoint, saving = updates.carry_out, made._save_checkpoint, threading.Event()
+
+    def save(*args):
+        if made.state.global_step == 2:
+            saving.set()
+        save_checkpoint(*args)
+
+    def failing(*args):
+        if (tmp_path / "checkpoint-1" / "trainer_state.json").exists():
+            assert saving.wait(60)
+            raise KeyError("in an update")
+        carry_out(*args)
+
+    monkeypatch.setattr(made, "_save_checkpoint", save)
+    monkeypatch.setattr(updates, "carry_out", failing)
+    with pytest.raises(KeyError, match="in an update"):
+        made.train()
+    assert left_in(tmp_path) == ["checkpoint-1"]
+
+
+@pytest.mark.usefixtures("_late")
+def test_an_update_of_the_last_step_that_fails_is_raised_by_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(updates, "carry_out", lambda *_: {}["in an update"])
+    with pytest.raises(KeyError, match="in an update"):
+        trained(l2l_trainer, tmp_path, eps_update="deferred", max_steps=1)
+
+
+@cpu_suffices
+@pytest.mark.usefixtures("_late")
+def test_forked_data_loaders_live_with_the_worker(tmp_path):
+    """They are forked while an update is under way; the second epoch's, too."""
+    options = {"dataloader_num_workers": 1, "per_device_train_batch_size": 16, "max_steps": 4, "l2l_num_threads": 2}
+    modes = ("deferred", "serial")
+    found, expected = (trained(l2l_trainer, tmp_path / mode, eps_update=mode, **options) for mode in modes)
+    assert found.state.epoch > 1
+    assert_same_run(found, expected)

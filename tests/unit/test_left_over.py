@@ -14,7 +14,7 @@ from training import l2l_trainer, left_in, tiny_bert
 
 @pytest.mark.parametrize("workers", [1, *more(0, 2)])
 def test_trainings_leave_nothing(workers, tmp_path):
-    """Of steps alone: `tests/trainer/test_left_over.py`."""
+    """Of steps alone: `tests/trainer/test_measure.py`."""
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     named, found = left_over.shared_memory(), []
     for turn in range(4):
