@@ -375,8 +375,7 @@ BESIDE = {
     "glue": "compare data messages options own_data.columns own_data.files retired said.typed scores",
     "verify": "__main__ cases checks comparisons families family mixed results table tiny.copies",
     # The simulated accelerator's own tests.
-    "testing": "sim_backward sim_copies sim_disk sim_host sim_pages sim_race sim_recorder sim_schedule sim_stream "
-    "sim_tensor",
+    "testing": "sim_backward sim_copies sim_disk sim_host sim_pages sim_race sim_stream",
     # Files and folders at the top.
     "": "compat demo devices glue measure model_source option_names own_command scale surroundings",
 }

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 REFUSAL = "a model under L2L serves one thread at a time"
 
 
 def in_another_thread(work: Callable[[], object]) -> list[BaseException]:
     """Run `work` in a thread of its own, and return what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except RuntimeError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(work).exception()
+    return [] if error is None else [error]

@@ -9,70 +9,30 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l
-from models import SMALL, VOCAB, batch_for
+from hf_l2l import attach_l2l, detach_l2l
+from models import SMALL, VOCAB, Toy, batch_for
+from runs import config_for
 
 LAYERS = 5
 _SMALL = {**SMALL, "num_hidden_layers": LAYERS}
-DROPOUT = 0.1
-
-
-def _bert() -> nn.Module:
-    return hf.BertForSequenceClassification(hf.BertConfig(**_SMALL))
-
-
-def _gpt2() -> nn.Module:
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=LAYERS, n_head=2, n_positions=32, vocab_size=VOCAB))
-
-
-def _llama() -> nn.Module:
-    config = hf.LlamaConfig(
-        **_SMALL,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        attention_dropout=DROPOUT,
-        tie_word_embeddings=True,
-    )
-    return hf.LlamaForCausalLM(config)
-
-
-def _t5() -> nn.Module:
-    """Two stacks, whose layers add up to an odd number."""
-    config = hf.T5Config(
-        d_model=16, d_ff=24, num_layers=2, num_decoder_layers=3, num_heads=2, d_kv=8, vocab_size=VOCAB,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    return hf.T5ForConditionalGeneration(config)
-
-
-def _deberta() -> nn.Module:
-    config = hf.DebertaV2Config(
-        **_SMALL, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, max_relative_positions=4,
-        share_att_key=True,
-    )  # fmt: skip
-    return hf.DebertaV2ForSequenceClassification(config)
-
-
-def _albert() -> nn.Module:
-    """One layer, which is called five times."""
-    return hf.AlbertForSequenceClassification(hf.AlbertConfig(**_SMALL, embedding_size=8, hidden_dropout_prob=DROPOUT))
-
-
-def _mixtral() -> nn.Module:
-    config = hf.MixtralConfig(
-        **_SMALL, num_key_value_heads=1, num_local_experts=4, max_position_embeddings=32, output_router_logits=True
-    )
-    return hf.MixtralForCausalLM(config)
-
-
+_GPT2 = {"n_embd": 16, "n_layer": LAYERS, "n_head": 2, "n_positions": 32, "vocab_size": VOCAB}
+_LLAMA = {**_SMALL, "num_key_value_heads": 1, "max_position_embeddings": 32}
+_TIED = {**_LLAMA, "attention_dropout": 0.1, "tie_word_embeddings": True}
+_MIXTRAL = {**_LLAMA, "num_local_experts": 4, "output_router_logits": True}
+_T5 = {"d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "vocab_size": VOCAB, "decoder_start_token_id": 0}
+_DEBERTA = {**_SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True}
+_DEBERTA |= {"position_buckets": 4, "max_relative_positions": 4}
+_ALBERT = {**_SMALL, "embedding_size": 8, "hidden_dropout_prob": 0.1}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "bert": _bert,
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "t5": _t5,
-    "deberta": _deberta,
-    "albert": _albert,
-    "mixtral": _mixtral,
+    "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**_SMALL)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_GPT2)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_TIED)),
+    # Two stacks, whose layers add up to an odd number.
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, num_layers=2, num_decoder_layers=3)),
+    "deberta": lambda: hf.DebertaV2ForSequenceClassification(hf.DebertaV2Config(**_DEBERTA)),
+    # One layer, which is called five times.
+    "albert": lambda: hf.AlbertForSequenceClassification(hf.AlbertConfig(**_ALBERT)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_MIXTRAL)),
 }
 
 
@@ -88,13 +48,11 @@ class Trained(NamedTuple):
 
     def differences(self, other: Trained) -> list[str]:
         """What has other bits than in `other`."""
-        pairs = {
-            **{f"loss {i}": pair for i, pair in enumerate(zip(self.losses, other.losses, strict=True))},
-            **{f"norm {i}": pair for i, pair in enumerate(zip(self.norms, other.norms, strict=True))},
-            **{name: (value, other.weights[name]) for name, value in self.weights.items()},
-            **{f"moment {i}": pair for i, pair in enumerate(zip(self.moments, other.moments, strict=True))},
-            "generator": (self.drawn, other.drawn),
-        }
+        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {"generator": (self.drawn, other.drawn)}
+        pairs |= {name: (value, other.weights[name]) for name, value in self.weights.items()}
+        for what in ("losses", "norms", "moments"):
+            both = zip(getattr(self, what), getattr(other, what), strict=True)
+            pairs |= {f"{what} {number}": pair for number, pair in enumerate(both)}
         return [name for name, (one, two) in pairs.items() if not torch.equal(one, two)]
 
 
@@ -108,22 +66,21 @@ def trained(
     count: int,
     *,
     steps: int = 3,
-    rows: int = 8,
     clips: bool = True,
     kind: str = "sim",
     batches: Callable[[nn.Module, int], dict[str, torch.Tensor]] | None = None,
     **options: Any,
 ) -> Trained:
-    """Train `model` on so many devices. Batches have masked rows, and every third one has other rows."""
+    """Train `model` on so many devices. Every third batch has other rows; some are masked if the model is no `Toy`."""
     torch.manual_seed(0)
     options = {"ubatch_size": 2, "eps_update": "deferred", **options}
-    eps = attach_l2l(model, L2LConfig(device=devices(count, kind), **options))
+    eps = attach_l2l(model, config_for(model, device=devices(count, kind), **options))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
     model.train()
     losses, norms = [], []
     for step in range(steps):
-        few = 1 if step % 3 == 2 else 0
-        batch = batches(model, step) if batches else batch_for(model, rows=rows - few, seed=step)
+        few, masked = 1 if step % 3 == 2 else 0, not isinstance(model, Toy)
+        batch = batches(model, step) if batches else batch_for(model, masked=masked, rows=8 - few, seed=step)
         loss = model(**batch).loss
         loss.backward()
         norms.append(eps.clip_grad_norm_(0.5).clone() if clips else torch.zeros(()))

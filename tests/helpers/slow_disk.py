@@ -15,6 +15,7 @@ from hf_l2l.checkpoint import background
 from hf_l2l.checkpoint import snapshot as snapshots
 from hf_l2l.checkpoint.manifest import check_files, read_manifest
 from hf_l2l.checkpoint.snapshot import Snapshot
+from runs import assert_same_tensors
 from training import left_in
 
 
@@ -24,7 +25,7 @@ class SlowDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied_bytes = 0
         """The most bytes of copies."""
-        begin, take = Snapshot.__init__, Snapshot.next_group
+        begin, take, result = Snapshot.__init__, Snapshot.next_group, background.BackgroundSave.result
         needed: dict[Snapshot, threading.Semaphore] = {}
 
         def begun(snapshot: Snapshot, groups: Any, room: int, *others: Any, **more: Any) -> None:
@@ -43,8 +44,6 @@ class SlowDisk:
         def taken(snapshot: Snapshot) -> Any:
             assert needed[snapshot].acquire(timeout=60), "nobody waits"
             return take(snapshot)
-
-        result = background.BackgroundSave.result
 
         def finished(saving: background.BackgroundSave) -> None:
             needed[saving.snapshot].release(10**6)
@@ -65,14 +64,10 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 def assert_same_checkpoints(found: Path, expected: Path) -> None:
     names = sorted(path.name for path in expected.glob("checkpoint-*"))
     assert left_in(found) == names, "nothing else is left"
-    for name in names:
-        ours, theirs = state_of(found / name), state_of(expected / name)
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert torch.equal(ours[key], value), (name, key)
-        assert sorted(p.name for p in (found / name).iterdir()) == sorted(p.name for p in (expected / name).iterdir())
-        manifest = read_manifest(found / name)
+    for ours, theirs in ((found / name, expected / name) for name in names):
+        assert_same_tensors(state_of(ours), state_of(theirs))
+        assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in theirs.iterdir())
+        manifest = read_manifest(ours)
         assert manifest is not None
-        check_files(found / name, manifest)
-        same = ("config.json", "scheduler.pt")
-        assert all((found / name / f).read_bytes() == (expected / name / f).read_bytes() for f in same)
+        check_files(ours, manifest)
+        assert all((ours / f).read_bytes() == (theirs / f).read_bytes() for f in ("config.json", "scheduler.pt"))

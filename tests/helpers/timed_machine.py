@@ -79,26 +79,28 @@ V100 = Machine(layers=24, ubatches=16, forward_s=1.6e-3, transfer_s=50e6 / 16e9,
 """BERT-large on a V100 with PCIe 3 (first text, section 3.1.2)."""
 
 
-def timed_step(machine: Machine, block: type[Block] = Block, **options: Any) -> VirtualClock:
-    """The clock of the second step; the first one learns the order of the layers."""
+def timed_step(
+    machine: Machine, block: type[Block] = Block, *, costs: Costs | None = None, updates: bool = True, **options: Any
+) -> VirtualClock:
+    """The clock of the second step, with or without its update; the first one learns the order of the layers."""
     torch.manual_seed(0)
     model = Stack(machine.layers, block)
-    options = {"eps_update": "serial", **options}
-    config = L2LConfig(device="sim", ubatch_size=machine.rows, layer_classes=(block.__name__,), **options)
-    eps = attach_l2l(model, config)
+    options = {"device": "sim", "eps_update": "serial", **options}
+    eps = attach_l2l(model, L2LConfig(ubatch_size=machine.rows, layer_classes=(block.__name__,), **options))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim", requires_grad=True)
-    on_disk = config.state_tier == "disk"
+    x = torch.randn(machine.ubatches * machine.rows, WIDTH, device="sim:0", requires_grad=True)
+    on_disk = options.get("state_tier") == "disk"
     for _ in range(3 if on_disk else 1):
         model(x).backward()
         optimizer.step()
     eps.synchronize()
-    with virtual_clock(machine.costs()) as clock, ExitStack() as stack:
+    with virtual_clock(costs or machine.costs()) as clock, ExitStack() as stack:
         if on_disk:
             stack.enter_context(disk_on_clock(clock, eps.state.window))
             stack.enter_context(engine_on_clock(clock, eps))  # updates are made layer by layer, on its worker
         model(x).backward()
-        optimizer.step()
+        if updates:
+            optimizer.step()
     return clock
 
 

@@ -6,23 +6,18 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from hf_l2l.testing import Costs, Task, VirtualClock, sim_recorder, sim_tensor, virtual_clock
+from hf_l2l.testing import Costs, VirtualClock, virtual_clock
 from hf_l2l.testing.sim_race import ORDER
-from hf_l2l.testing.sim_schedule import START, Schedule
-from tiers import nightly, times
 
 UNIT = 1024
-COSTS_GIVEN = {"link_bytes_per_s": UNIT, "flop_per_s": UNIT, "host_bytes_per_s": UNIT}
-COSTS = Costs(**COSTS_GIVEN)
+COSTS = {"link_bytes_per_s": UNIT, "flop_per_s": UNIT, "host_bytes_per_s": UNIT}
+running = partial(virtual_clock, Costs(**COSTS))
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +32,6 @@ kept: list[torch.Tensor] = []
 """What is on the device stays until all copies have landed."""
 
 
-def running() -> AbstractContextManager[VirtualClock]:
-    return virtual_clock(COSTS)
-
-
 def on_device(*shape: int) -> torch.Tensor:
     """A tensor that every stream may use."""
     x = torch.zeros(shape, device="sim")
@@ -49,35 +40,22 @@ def on_device(*shape: int) -> torch.Tensor:
     return x
 
 
-def device_bytes(seconds: int = 1) -> torch.Tensor:
-    return on_device(seconds * UNIT // 4)
+def host_bytes(seconds: int = 1) -> torch.Tensor:
+    """A page-locked host tensor that travels for `seconds`."""
+    return torch.zeros(seconds * UNIT // 4).pin_memory()
 
 
-def host_bytes(seconds: int = 1, pinned: bool = True) -> torch.Tensor:
-    """A host tensor that travels for `seconds`."""
-    x = torch.zeros(seconds * UNIT // 4)
-    return x.pin_memory() if pinned else x
-
-
-class Kernel:
+def kernel_of(seconds: int = 1) -> Callable[[], torch.Tensor]:
     """A matrix product that takes `seconds`, with operands of its own."""
-
-    def __init__(self, seconds: int = 1) -> None:
-        self.one, self.other = on_device(8, 8), on_device(8, 8 * seconds)
-
-    def __call__(self) -> torch.Tensor:
-        return self.one @ self.other
+    return partial(torch.mm, on_device(8, 8), on_device(8, 8 * seconds))
 
 
-def upload(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
 def spans(clock: VirtualClock, lane: str) -> list[tuple[float, float]]:
     return [(t.start, t.end) for t in clock.tasks if t.lane == lane]
-
-
-# ---- kernels
 
 
 A, B, C = (2, 3), (3, 5), (2, 5)
@@ -97,7 +75,8 @@ CASES: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], int]] = {
 }
 
 
-def test_kernels_cost_their_flops():
+def test_kernels_and_backwards_cost_their_flops():
+    """A backward, on the thread of autograd: two forwards, and one in a first layer, whose input needs no gradient."""
     for case, (function, shapes, flops) in CASES.items():
         tensors = [on_device(*shape) for shape in shapes]
         with running() as clock:
@@ -105,10 +84,6 @@ def test_kernels_cost_their_flops():
             assert clock.now == 0, "launching takes nothing"
         assert clock.end * UNIT == flops, case
         assert len(clock.tasks) == (flops > 0), "what takes no time is no task"
-
-
-def test_backwards_cost_their_flops():
-    """On the thread of autograd: two forwards, and one in a first layer, whose input needs no gradient."""
     layers, rows, width = 4, 3, 8
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to("sim")
     x = on_device(rows, width)
@@ -117,70 +92,50 @@ def test_backwards_cost_their_flops():
     assert clock.end * UNIT == (3 * layers - 1) * 2 * rows * width * width
 
 
-# ---- copies
-
-
 def test_streams_share_a_direction_and_directions_and_kernels_share_nothing():
-    streams = torch.sim.Stream(), torch.sim.Stream()
-    hosts, devices = [host_bytes(n) for n in (3, 2)], [device_bytes(n) for n in (3, 2)]
-    copies = {"upload": [(devices[0], hosts[0]), (devices[1], hosts[1])]}
-    copies["download"] = [(host, device) for device, host in copies["upload"]]
-
-    def clock_of(*pairs: tuple[torch.Tensor, torch.Tensor]) -> VirtualClock:
+    side, other, default = torch.sim.Stream(), torch.sim.Stream(), torch.sim.default_stream()
+    ups = [(on_device(n * UNIT // 4), host_bytes(n)) for n in (3, 2)]
+    downs, kernel = [(host, device) for device, host in ups], kernel_of(3)
+    for first, second, spans_of in (
+        (partial(copy, *ups[0]), partial(copy, *ups[1]), {"upload": [(0, 3), (3, 5)]}),
+        (partial(copy, *downs[0]), partial(copy, *downs[1]), {"download": [(0, 3), (3, 5)]}),
+        (partial(copy, *ups[0]), partial(copy, *downs[1]), {"upload": [(0, 3)], "download": [(0, 2)]}),
+        (kernel, partial(copy, *ups[1]), {"compute": [(0, 3)], "upload": [(0, 2)]}),
+    ):
         with running() as clock:
-            for stream, (target, source) in zip(streams, pairs, strict=True):
+            for stream, work in ((side, first), (other, second)):
                 with torch.sim.stream(stream):
-                    target.copy_(source, non_blocking=True)
+                    work()
+        assert {lane: spans(clock, lane) for lane in spans_of} == spans_of
         torch.sim.synchronize()
-        return clock
-
-    for lane, pairs in copies.items():
-        assert spans(clock_of(*pairs), lane) == [(0, 3), (3, 5)]
-    both = clock_of(copies["upload"][0], copies["download"][1])
-    assert both.end == 3 and spans(both, "upload") == [(0, 3)] and spans(both, "download") == [(0, 2)]
-    kernel = Kernel(3)
-    for stream, span in ((streams[0], (0, 2)), (torch.sim.default_stream(), (3, 5))):
-        with running() as clock:
-            kernel()
-            with torch.sim.stream(stream):
-                upload(devices[1], hosts[1])
-        assert spans(clock, "upload") == [span] and clock.end == max(3, span[1])
-        torch.sim.synchronize()
+    with running() as clock, torch.sim.stream(default):
+        kernel()
+        copy(*ups[1])
+    assert spans(clock, "upload") == [(3, 5)], "a stream does one after the other"
 
 
 def test_a_copy_that_waits_for_long_holds_up_no_other():
     early, late = torch.sim.Stream(name="issued first"), torch.sim.Stream(name="issued later")
-    kernel, targets, sources = Kernel(10), [device_bytes(4) for _ in range(4)], [host_bytes(4) for _ in range(4)]
+    kernel, pairs = kernel_of(10), [(on_device(UNIT), host_bytes(4)) for _ in range(4)]
     with running() as clock:
         kernel()
         early.wait_stream(torch.sim.current_stream())
-        for stream, order in ((early, [0]), (late, [1, 2, 3])):
-            with torch.sim.stream(stream):
-                for i in order:
-                    upload(targets[i], sources[i])
-            if stream is early:
-                assert clock.end == 14, "it is placed already, and others go into the gap before it"
+        with torch.sim.stream(early):
+            copy(*pairs[0])
+        assert clock.end == 14, "it is placed already, and others go into the gap before it"
+        with torch.sim.stream(late):
+            for pair in pairs[1:]:
+                copy(*pair)
     # Two fit before the first one issued is ready. The next is ready before that one, and goes before it.
-    assert [(t.stream, t.start, t.end) for t in clock.tasks if t.lane == "upload"] == [
-        *((late.name, 0, 4), (late.name, 4, 8), (late.name, 8, 12)),
-        (early.name, 12, 16),
-    ]
+    order = [(late.name, 0, 4), (late.name, 4, 8), (late.name, 8, 12), (early.name, 12, 16)]
+    assert [(t.stream, t.start, t.end) for t in clock.tasks if t.lane == "upload"] == order
 
 
-# ---- what the host waits for
-
-
-@pytest.fixture
-def page_locked() -> Iterator[torch.Tensor]:
-    x = host_bytes(2, pinned=False)
-    assert torch.sim.cudart().cudaHostRegister(x.data_ptr(), x.nbytes, 0) == 0
-    yield x
-    assert torch.sim.cudart().cudaHostUnregister(x.data_ptr()) == 0
-
-
-def test_a_copy_that_is_blocking_or_of_pageable_memory_holds_up_the_host(page_locked):
-    hosts = {"pageable": host_bytes(2, pinned=False), "pinned": host_bytes(2), "registered": page_locked}
-    device, kernel = device_bytes(2), Kernel(1)
+def test_a_copy_that_is_blocking_or_of_pageable_memory_holds_up_the_host():
+    hosts = {"pageable": torch.zeros(UNIT // 2), "pinned": host_bytes(2), "registered": torch.zeros(UNIT // 2)}
+    registered = hosts["registered"]
+    assert torch.sim.cudart().cudaHostRegister(registered.data_ptr(), registered.nbytes, 0) == 0
+    device, kernel = on_device(2 * UNIT // 4), kernel_of(1)
     for kind, blocking, side, up in itertools.product(hosts, *[(True, False)] * 3):
         target, source = (device, hosts[kind]) if up else (hosts[kind], device)
         holds_up = blocking or kind == "pageable"
@@ -191,6 +146,7 @@ def test_a_copy_that_is_blocking_or_of_pageable_memory_holds_up_the_host(page_lo
             kernel()
         assert clock.end == (3 if holds_up or not side else 2), (kind, blocking, side, up)
         torch.sim.synchronize()
+    assert torch.sim.cudart().cudaHostUnregister(registered.data_ptr()) == 0
     with running() as clock:
         arriving = device.to("cpu", non_blocking=True)
         assert clock.now == 0 and clock.end == 2
@@ -200,7 +156,7 @@ def test_a_copy_that_is_blocking_or_of_pageable_memory_holds_up_the_host(page_lo
     with running() as clock:
         device.clone()
         assert clock.tasks == [] and clock.end == 0, "copies on the device cost nothing"
-        upload(wide, host_bytes(2))
+        copy(wide, host_bytes(2))
     assert clock.busy("upload") == 4, "what travels has the type of the target"
 
 
@@ -218,7 +174,7 @@ WAITS: dict[str, tuple[Callable[[torch.Stream, torch.sim.Event, torch.Tensor], o
 
 def test_the_host_waits_for_what_it_asks_for():
     """A side stream is busy for 3 and 1 seconds, with an event between; the default stream for 8."""
-    kernels, x = [Kernel(3), Kernel(1), Kernel(8), Kernel(1)], on_device()
+    kernels, x = [kernel_of(3), kernel_of(1), kernel_of(8), kernel_of(1)], on_device()
     costs = Costs(link_bytes_per_s=4, flop_per_s=UNIT, host_bytes_per_s=UNIT)  # a number travels for a second
     for wait, (asked, expected) in WAITS.items():
         side, fresh = torch.sim.Stream(), torch.sim.Stream(name="fresh")
@@ -237,13 +193,10 @@ def test_the_host_waits_for_what_it_asks_for():
         torch.sim.synchronize()
 
 
-# ---- events
-
-
 def test_an_event_stands_for_what_was_before_it_was_recorded_last():
     before = torch.sim.current_stream().record_event()
     for again, start in ((False, 2), (True, 6)):
-        side, first, second, after = torch.sim.Stream(), Kernel(2), Kernel(4), Kernel(1)
+        side, first, second, after = torch.sim.Stream(), kernel_of(2), kernel_of(4), kernel_of(1)
         with running() as clock:
             first()
             event = torch.sim.current_stream().record_event()
@@ -258,51 +211,33 @@ def test_an_event_stands_for_what_was_before_it_was_recorded_last():
         assert (start, start + 1) in spans(clock, "compute") and clock.busy("compute") == (7 if again else 6)
 
 
-# ---- the host
-
-
-def with_gradients(*sizes: int, device: str = "cpu") -> list[nn.Parameter]:
-    parameters = [nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    return parameters
-
-
 def test_a_step_costs_what_it_reads_and_writes():
     """The gradient, and the parameter and moments twice."""
+
+    def with_gradient(size: int, device: str = "cpu") -> nn.Parameter:
+        p = nn.Parameter(torch.zeros(size, device=device))
+        p.grad = torch.ones_like(p)
+        return p
+
     makes = (torch.optim.AdamW, partial(torch.optim.Adam, amsgrad=True), partial(torch.optim.SGD, momentum=0.9))
     for make, floats in zip(makes, (7, 9, 5), strict=True):
-        optimizer = make([*with_gradients(100, 28), nn.Parameter(torch.zeros(999))])
+        optimizer = make([with_gradient(100), with_gradient(28), nn.Parameter(torch.zeros(999))])
         with running() as clock:
             optimizer.step()
             assert clock.now * UNIT == 4 * floats * 128
             optimizer.step()
+        optimizer.step()  # the clock has stopped
         name = f"{type(optimizer).__name__}.step"
         assert [(t.lane, t.name, t.stream) for t in clock.tasks] == [("host", name, "host")] * 2
         assert clock.end * UNIT == 2 * 4 * floats * 128
-        optimizer.step()
-        assert len(clock.tasks) == 2, "the clock has stopped"
     with running() as clock:
-        torch.optim.AdamW(with_gradients(64, device="sim")).step()
+        torch.optim.AdamW([with_gradient(64, device="sim")]).step()
         assert spans(clock, "host") == []
-
-
-def test_work_and_costs_that_are_none_are_refused():
-    with running() as clock:
-        for amount in ({}, {"seconds": 1, "num_bytes": 1}, {"num_bytes": math.inf}):
-            with pytest.raises(ValueError, match="host work"):
-                clock.host_work("work", **amount)
-        assert clock.tasks == []
-    with pytest.raises(ValueError, match=r"flop_per_s must be positive"):
-        Costs(**{**COSTS_GIVEN, "flop_per_s": math.nan})
-
-
-# ---- threads
 
 
 @pytest.mark.parametrize("worker_is_first", [True, False])
 def test_a_thread_with_its_own_time_works_beside_the_others(worker_is_first):
-    kernel, finished = Kernel(4), []
+    kernel, finished = kernel_of(4), []
     with running() as clock:
         clock.host_work("before", seconds=1)
         submitted = clock.moment()
@@ -331,8 +266,12 @@ def test_a_thread_with_its_own_time_works_beside_the_others(worker_is_first):
     ]
 
 
-def test_own_time_ends_with_its_block_and_a_moment_with_its_clock():
+def test_own_time_ends_with_its_block_a_moment_with_its_clock_and_work_that_is_none_is_refused():
     with running() as clock:
+        for amount in ({}, {"seconds": 1, "num_bytes": 1}, {"num_bytes": math.inf}):
+            with pytest.raises(ValueError, match="host work"):
+                clock.host_work("work", **amount)
+        assert clock.tasks == []
         with clock.own_time("beside"):
             clock.host_work("work", seconds=2)
             assert clock.now == 2
@@ -347,39 +286,32 @@ def test_own_time_ends_with_its_block_and_a_moment_with_its_clock():
         assert clock.now == 0, "it has passed"
         with pytest.raises(ValueError, match="of this clock"), clock.own_time("beside", since=moment):
             pass
+    with pytest.raises(ValueError, match=r"flop_per_s must be positive"):
+        Costs(**{**COSTS, "flop_per_s": math.nan})
 
 
-# ---- readings
-
-
-def test_busy_counts_within_an_interval_and_once():
-    kernels = Kernel(2), Kernel(3)
+def test_busy_counts_within_an_interval_and_once_and_a_clock_that_has_stopped_is_not_added_to(monkeypatch):
+    monkeypatch.setattr(ORDER, "active", False)
+    kernels = kernel_of(2), kernel_of(3)
     with running() as clock:
+        assert ORDER.active, "the order of operations can be looked at"
+        with pytest.raises(RuntimeError, match="only one virtual clock"), running():
+            pass
         for kernel in kernels:
             with torch.sim.stream(torch.sim.Stream()):
                 kernel()
         clock.host_work("work", seconds=5)
         kernels[0]()
+    with running() as other:
+        assert other.now == 0 and other.tasks == []
+    kernels[0]()
+    torch.sim.synchronize()
+    assert (clock.now, clock.end) == (5, 7)
     assert clock.busy("compute") == 5  # 0 to 3 and 5 to 7
     assert clock.busy("compute", 1, 6) == 3 and clock.busy("compute", 3.5, 4.5) == 0
     assert clock.busy("host", end=4) == 4 and clock.busy("upload") == 0
     with pytest.raises(ValueError, match="compute, launch, disk, download, host, peer, upload"):
         clock.busy("link")
-
-
-def test_there_is_one_clock_at_a_time_and_one_that_has_stopped_is_read_and_not_added_to(monkeypatch):
-    monkeypatch.setattr(ORDER, "active", False)
-    kernel = Kernel()
-    with running() as clock:
-        assert ORDER.active, "the order of operations can be looked at"
-        with pytest.raises(RuntimeError, match="only one virtual clock"), running():
-            pass
-        kernel()
-    with running() as other:
-        assert other.now == 0 and other.tasks == []
-    kernel()
-    torch.sim.synchronize()
-    assert (clock.now, clock.end) == (0, 1)
     for add in (
         lambda: clock.host_work("work", seconds=1),
         lambda: clock.wait_for(clock.moment()),
@@ -387,63 +319,3 @@ def test_there_is_one_clock_at_a_time_and_one_that_has_stopped_is_read_and_not_a
     ):
         with pytest.raises(RuntimeError, match="has stopped"):
             add()
-
-
-def test_without_a_clock_nothing_is_counted(monkeypatch):
-    def forbidden(*args: object) -> None:
-        raise AssertionError("counted")
-
-    for name in ("kernel", "copy", "mark", "line_waits", "host_waits", "host_waits_for", "host_waits_for_device"):
-        monkeypatch.setattr(sim_recorder.Recorder, name, forbidden)
-    monkeypatch.setattr(sim_tensor, "flops_of", forbidden)
-    side, target = torch.sim.Stream(), device_bytes()
-    with torch.sim.stream(side):
-        upload(target, host_bytes())
-    torch.sim.current_stream().wait_stream(side)
-    assert not Kernel()().sum().item()
-    assert side.query()
-
-
-# ---- the schedule
-
-
-@nightly
-@settings(max_examples=times(60, 300))
-@given(st.data())
-def test_the_order_of_recording_and_of_reading_does_not_matter(data):
-    """Random programs of three streams: one after the other, and in turns that keep every wait after its event."""
-    lanes, streams = ("compute", "upload", "host"), range(3)
-    # (stream, lane, seconds, the task it waits for, of those before it)
-    program = []
-    for i in range(data.draw(st.integers(1, 12))):
-        stream, lane = data.draw(st.sampled_from(streams)), data.draw(st.sampled_from(lanes))
-        program.append((stream, lane, data.draw(st.integers(1, 3)), data.draw(st.integers(-1, i - 1))))
-
-    def recorded(order: list[int], read_often: bool) -> list[Task]:
-        schedule, tails, nodes = Schedule(), dict.fromkeys(streams, START), {-1: START}
-        for i in order:
-            stream, lane, seconds, awaited = program[i]
-            kind = {
-                "seconds": float(seconds),
-                "lane": lane,
-                "name": str(i),
-                "stream": str(stream),
-                "rank": (stream, ""),
-            }
-            tails[stream] = nodes[i] = schedule.add(schedule.join(tails[stream], nodes[awaited]), START, **kind)
-            if read_often:
-                schedule.end()
-        return schedule.tasks()
-
-    left, order = list(range(len(program))), []
-    while left:
-        able = [i for i in left if not any(j in left for j in range(i) if program[j][0] == program[i][0])]
-        able = [i for i in able if program[i][3] not in left]
-        order.append(data.draw(st.sampled_from(able)))
-        left.remove(order[-1])
-    expected = recorded(list(range(len(program))), False)
-    assert recorded(order, False) == expected
-    assert recorded(order, True) == expected
-    for lane in lanes[1:]:
-        ends = [(t.start, t.end) for t in expected if t.lane == lane]
-        assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends)), "one at a time"

@@ -26,17 +26,18 @@ def found_by(trainer: Any) -> NoiseScale:
 
 @nightly
 def test_two_devices_find_what_the_host_does(tmp_path):
-    known = {**ON, "ubatch_size": 2, "max_steps": 2}
-    on_host = l2l_trainer(tmp_path, model=tiny_bert(dropout=0.0, layers=2), use_cpu=True, **known)
-    train(on_host)
+    def noise_of(**options: Any) -> NoiseScale:
+        model = tiny_bert(dropout=0.0, layers=2)
+        trainer = l2l_trainer(tmp_path, model=model, ubatch_size=2, max_steps=2, **ON, **options)
+        train(trainer)
+        return found_by(trainer)
+
+    expected = noise_of(use_cpu=True)
     enable_simulated_accelerator(devices=2)
     try:
-        model = tiny_bert(dropout=0.0, layers=2)
-        trainer = l2l_trainer(tmp_path, model=model, per_device_train_batch_size=4, **known)
-        train(trainer)
+        found = noise_of(per_device_train_batch_size=4)
     finally:
         enable_simulated_accelerator()
-    found, expected = found_by(trainer), found_by(on_host)
     assert (found.steps, found.items, found.rows) == (expected.steps, expected.items, expected.rows)
     assert found.noise == pytest.approx(expected.noise, rel=1e-3)
     assert found.signal == pytest.approx(expected.signal, rel=1e-3, abs=1e-3 * expected.noise / expected.items)
@@ -54,9 +55,8 @@ def test_the_device_is_not_waited_for_before_a_log(tmp_path, monkeypatch):
         wait(point, why, **options)
 
     monkeypatch.setattr(stream, "wait", noted)
-    trainer = l2l_trainer(
-        tmp_path, model=tiny_bert(dropout=0.0, layers=2), ubatch_size=4, max_steps=6, logging_steps=3, **ON
-    )
+    model = tiny_bert(dropout=0.0, layers=2)
+    trainer = l2l_trainer(tmp_path, model=model, ubatch_size=4, max_steps=6, logging_steps=3, **ON)
     trainer.train()
     assert waited == [3] * 3 + [6] * 3
     assert found_by(trainer).steps == 6 and math.isfinite(found_by(trainer).noise)
@@ -66,10 +66,10 @@ def test_the_check_of_the_loss_makes_no_logits_of_all_tokens(tmp_path):
     """A first step takes no more memory than without it."""
     peaks = []
     for measures in ({}, ON):
-        model, options = tiny_llama(vocab_size=2000), {"gradient_accumulation_steps": 2, "max_steps": 1, **measures}
-        trainer = made(tmp_path, model=model, data=ragged(longest=16, shortest=16), ubatch_size=1, **options)
-        torch.accelerator.reset_peak_memory_stats()
-        train(trainer)
-        peaks.append(torch.accelerator.memory_stats()["allocated_bytes.all.peak"])
+        options = {"gradient_accumulation_steps": 2, "max_steps": 1, "ubatch_size": 1, **measures}
+        model, data = tiny_llama(vocab_size=2000), ragged(longest=16, shortest=16)
+        torch.sim.reset_peak_memory_stats()
+        train(made(tmp_path, model=model, data=data, **options))
+        peaks.append(torch.sim.max_memory_allocated())
         detach_l2l(model)
     assert peaks[1] <= 1.02 * peaks[0]

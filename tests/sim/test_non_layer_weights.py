@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.compat import without_interception
 from hf_l2l.engine.shell import Owner
 from hf_l2l.eps import updates
 from hf_l2l.eps.pending import Pending, hold
+from hf_l2l.hf.attach import attachment_of
 from hf_l2l.testing import Costs, virtual_clock
-from models import assert_same_bits, gradients
+from models import assert_same_bits, attached, gradients
 from tiers import nightly
 from training import settled_memory
 
@@ -35,6 +35,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """An embedding, layers, a norm between them, a head, and a module that is never used."""
 
+    has_norm = True
+
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.embed, self.unused = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
@@ -42,12 +44,15 @@ class Decoder(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> Any:
         x = self.embed(ids)
         for number, block in enumerate(self.blocks):
             x = block(x)
-            if number == 1:
+            if number == 1 and self.has_norm:
                 x = self.norm(x)
+        return self.after_layers(x)
+
+    def after_layers(self, x: torch.Tensor) -> Any:
         return self.head(x * self.scale).logsumexp(-1).mean()
 
 
@@ -58,9 +63,7 @@ def decoder(kind: Any = Decoder, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A model under L2L, and the same in plain torch."""
     torch.manual_seed(0)
     plain = kind()
-    model = copy.deepcopy(plain)
-    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), **options))
-    return model, plain
+    return attached(copy.deepcopy(plain), device="sim", layer_classes=("Block",), **options), plain
 
 
 def check_steps(model: nn.Module, plain: nn.Module, loss: Any = lambda model: model(IDS)) -> None:
@@ -72,59 +75,31 @@ def check_steps(model: nn.Module, plain: nn.Module, loss: Any = lambda model: mo
         assert_same_bits(gradients(model), gradients(plain))
 
 
-LARGE, LAYER = VOCAB * WIDTH * 4, WIDTH * WIDTH * 4
-LAYER_S = 8.0
-
-
-def traced(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """The uploads of a forward, and what a device computes in it for as long as a layer, or longer, on a clock on
-    which a large weight travels as long as one and a half layers compute."""
-    costs = Costs(
-        link_bytes_per_s=LARGE / (1.5 * LAYER_S),
-        flop_per_s=2 * len(IDS) * WIDTH * WIDTH / LAYER_S,
-        host_bytes_per_s=1e15,
-    )
+@nightly
+def test_weights_travel_in_the_order_of_use_and_the_head_under_the_layers():
+    """What is not used does not travel. A large weight travels as long as one and a half layers compute."""
+    model, plain = decoder()
+    check_steps(model, plain)
+    large, layer, layer_s = VOCAB * WIDTH * 4, WIDTH * WIDTH * 4, 8.0
+    link, flop_per_s = large / (1.5 * layer_s), 2 * len(IDS) * WIDTH * WIDTH / layer_s
+    costs = Costs(link_bytes_per_s=link, flop_per_s=flop_per_s, host_bytes_per_s=1e15)
     with virtual_clock(costs) as clock, torch.no_grad():
         model(IDS)
     uploads = [task for task in clock.tasks if task.lane == "upload"]
-    return uploads, [task for task in clock.tasks if task.lane == "compute" and task.end - task.start >= LAYER_S]
-
-
-@nightly
-def test_weights_travel_in_the_order_of_use_and_the_head_under_the_layers():
-    """What is not used does not travel."""
-    model, plain = decoder()
-    check_steps(model, plain)
-    uploads, computed = traced(model)
-    num_bytes = [round((task.end - task.start) * LARGE / (1.5 * LAYER_S)) for task in uploads]
-    embed, head = (number for number, size in enumerate(num_bytes) if size == LARGE)
-    layers = [number for number, size in enumerate(num_bytes) if LAYER <= size < LARGE]
+    computed = [task for task in clock.tasks if task.lane == "compute" and task.end - task.start >= layer_s]
+    num_bytes = [round((task.end - task.start) * link) for task in uploads]
+    embed, head = (number for number, size in enumerate(num_bytes) if size == large)
+    layers = [number for number, size in enumerate(num_bytes) if layer <= size < large]
     assert len(layers) == 4 and embed < layers[0] < layers[-1] < head
     assert min(num_bytes[:embed]) == WIDTH * 4, "small ones come first"
-    last_layer = computed[-2]
-    assert uploads[head].end <= last_layer.end
-
-
-@nightly
-@pytest.mark.parametrize("options", [{"prefetch": False}, {"eps_update": "deferred"}], ids=str)
-def test_steps_are_those_of_plain_torch(options):
-    model, plain = decoder(**options)
-    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), **options))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
-    eps.wrap(optimizers[0])
-    for _ in range(3):
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            each(IDS).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert uploads[head].end <= computed[-2].end, "when the last layer has been computed"
 
 
 class Keeping(Decoder):
     """Returns a weight that it has not used."""
 
-    def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
-        return super().forward(ids), self.unused.weight
+    def after_layers(self, x: torch.Tensor) -> Any:
+        return super().after_layers(x), self.unused.weight
 
 
 def test_a_weight_that_is_used_after_the_call_has_its_values_and_nothing_of_a_call_stays_on_the_device():
@@ -140,20 +115,17 @@ def test_a_weight_that_is_used_after_the_call_has_its_values_and_nothing_of_a_ca
         assert torch.sim.memory_allocated() == held
 
 
-def given_to_an_extension(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Stands for a function in C++ that torch does not intercept."""
-    with without_interception():
-        return x * weight
-
-
 class Extending(Decoder):
-    """Gives weights to an extension: those of a module that is not called, and its own."""
+    """Gives weights to a function in C++ that torch does not intercept: those of a module that is not called, and its
+    own."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return given_to_an_extension(given_to_an_extension(x, self.norm.weight), self.scale).sum()
+    has_norm = False
+
+    def after_layers(self, x: torch.Tensor) -> Any:
+        for weight in (self.norm.weight, self.scale):
+            with without_interception():  # stands for it
+                x = x * weight
+        return x.sum()
 
 
 @nightly
@@ -173,21 +145,19 @@ def test_a_gradient_of_a_large_weight_that_was_not_uploaded_is_an_error():
         shell.sender(Owner(shell, unit))([m.name for m in unit.masters].index("embed.weight"), leaf)
 
 
-def test_a_weight_may_be_used_in_another_stream_first():
-    class Beside(Decoder):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embed(ids)
-            for block in self.blocks:
-                x = block(x)
-            side, main = torch.sim.Stream(), torch.sim.current_stream()
-            side.wait_stream(main)
-            with torch.sim.stream(side):
-                first = x @ self.head.weight.T
-            second = x @ self.head.weight.T  # before the streams join
-            main.wait_stream(side)
-            first.record_stream(main)
-            return (first + second).sum()
+class Beside(Decoder):
+    def after_layers(self, x: torch.Tensor) -> Any:
+        side, main = torch.sim.Stream(), torch.sim.current_stream()
+        side.wait_stream(main)
+        with torch.sim.stream(side):
+            first = x @ self.head.weight.T
+        second = x @ self.head.weight.T  # before the streams join
+        main.wait_stream(side)
+        first.record_stream(main)
+        return (first + second).sum()
 
+
+def test_a_weight_may_be_used_in_another_stream_first():
     model, _ = decoder(Beside)
     with torch.no_grad():
         assert len({model(IDS).item() for _ in range(3)}) == 1
@@ -196,7 +166,7 @@ def test_a_weight_may_be_used_in_another_stream_first():
 @nightly
 def test_the_last_layer_does_not_wait_for_the_update_of_the_head(monkeypatch):
     model, _ = decoder(eps_update="deferred")
-    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), eps_update="deferred"))
+    eps = attachment_of(model).eps
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
     launched, found = threading.Event(), []
     model.blocks[3].linear.register_forward_pre_hook(lambda *_: launched.set())

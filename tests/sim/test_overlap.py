@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -17,16 +18,17 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l
+from hf_l2l import detach_l2l
 from hf_l2l.logits import chunks
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.stash import spill
 from hf_l2l.testing import copies_under_way, sim_copies, sim_stream
 from memory_switches import land_the_rest, poisoned_releases
 from models import Toy, assert_same_bits, attached, batch_for, gradients, llama, train_once
-from runs import attach, seed_all, train
-from tiers import ALL, more
-from training import settled_memory, tiny_bert
+from placements import PLACEMENTS
+from runs import UPDATED_BY, Run, assert_same_run, attach, seed_all, train
+from tiers import ALL, combinations, more
+from training import settled_memory, tiny_bert, weights_after
 
 WAITS = (
     wait_reasons.WEIGHTS_UPLOADED,
@@ -90,7 +92,7 @@ def everything() -> None:
     eager = {"eps_update": "eager", "max_norm": 0.0}
     on_host = {"stash": "host", "ubatch_size": 3}
     plan = {"resident": "shell", "resident_layers": 1, "kept_weights": 2, "kept_graphs": 1}
-    for options in ({}, on_host, {**on_host, "boundary": "host"}, {"gradient_slots": 1}, plan, eager):
+    for options in ({}, eager, on_host, {**on_host, "boundary": "host"}, {"gradient_slots": 1}, plan):
         found = weights(**options)
         for name, value in on_the_host(options.get("max_norm", 0.5)).items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
@@ -120,24 +122,21 @@ def evaluate_and_write(model: nn.Module) -> None:
 
 def fail_and_go_on(model: nn.Module) -> None:
     """Write into the gradients when a backward that was adding to them has failed."""
-    batch = batch_for(model)
-    plain = copy.deepcopy(model)
+    batch, plain = batch_for(model), copy.deepcopy(model)
     attached(model, device="sim")
     train_once(model, batch)
-    first = model.bert.encoder.layer[0].output.dense
 
     def fail(*args: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # when the layer is recomputed
             raise KeyError("from the user's hook")
 
-    with first.register_forward_pre_hook(fail), pytest.raises(KeyError):
+    with model.bert.encoder.layer[0].output.dense.register_forward_pre_hook(fail), pytest.raises(KeyError):
         train_once(model, batch)
     for p in model.parameters():
         p.grad.zero_()
-    train_once(model, batch)
-    train_once(plain, batch)
-    for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(gradients(model)[name], gradient)
+    for each in (model, plain):
+        train_once(each, batch)
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 def stop_half_way(model: nn.Module) -> None:
@@ -165,9 +164,7 @@ def test_weights_written_unseen_between_two_forwards_are_used():
         before = model(**batch).logits
         model.bert.encoder.layer[1].output.dense.weight.data.mul_(2.0)  # moves no version counter
         after = model(**batch).logits
-        plain = copy.deepcopy(model)
-        assert not torch.equal(before, after)
-        assert torch.equal(after.cpu(), plain(**batch).logits)
+        assert not torch.equal(before, after) and torch.equal(after.cpu(), copy.deepcopy(model)(**batch).logits)
 
 
 # ---- what moves a few rows at a time outside the layers: embeddings, final norms, dropout, heads in chunks, the disk
@@ -177,25 +174,25 @@ ON_HOST: dict[str, Any] = {"ubatch_size": 25, "stash": "host", "boundary": "host
 """A chunk of the head, of 128 tokens, ends amid a micro-batch of 150."""
 
 
-def gpt2() -> nn.Module:
-    """With dropout between embedding and layers."""
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=60))
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 60}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": partial(llama, tie_word_embeddings=True),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
+}
+"""The first with a final norm, and a tied head in chunks; the second with dropout between embedding and layers."""
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama": partial(llama, tie_word_embeddings=True), "gpt2": gpt2}
-"""The first with a final norm, and a tied head in chunks."""
-
-
-def options_of(folder: Path | None) -> dict[str, Any]:
-    """Of a stash in host memory, or in a file in `folder`."""
-    return ON_HOST if folder is None else {**ON_HOST, "stash": "disk", "spill_dir": folder}
-
-
-def trained(kind: str, folder: Path | None = None, **options: Any) -> dict[str, torch.Tensor]:
-    """The weights after two steps with accumulation."""
+def made(kind: str, folder: Path | None) -> tuple[Any, ...]:
+    """A model under L2L, its EPS, an optimizer and a batch, with a stash in host memory or in a file in `folder`."""
     torch.manual_seed(3)
-    model, eps, optimizer, _ = attach(MODELS[kind](), **{**options_of(folder), **options})
-    batch = batch_for(model, rows=ROWS)
+    on_disk = {} if folder is None else {"stash": "disk", "spill_dir": folder}
+    model, eps, optimizer, _ = attach(MODELS[kind](), **{**ON_HOST, **on_disk})
+    return model, eps, optimizer, batch_for(model, rows=ROWS)
+
+
+def trained(kind: str, folder: Path | None = None) -> dict[str, torch.Tensor]:
+    """The weights after two steps with accumulation."""
+    model, eps, optimizer, batch = made(kind, folder)
     for _ in range(2):
         with eps.accumulate():
             model(**batch).loss.backward()
@@ -206,9 +203,7 @@ def trained(kind: str, folder: Path | None = None, **options: Any) -> dict[str, 
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@cache
-def expected(kind: str) -> dict[str, torch.Tensor]:
-    return trained(kind)
+expected = cache(trained)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +226,39 @@ def test_every_wait_for_rows_is_needed(why, kind, place, monkeypatch, tmp_path):
     ("seed", "kind", "on_disk"),
     [(0, "llama", True), *more((1, "gpt2", False), (2, "llama", True), (3, "llama", False))],
 )
-def test_when_copies_land_changes_no_bit(seed, kind, on_disk, tmp_path):
+def test_when_copies_of_rows_land_changes_no_bit(seed, kind, on_disk, tmp_path):
     wanted = expected(kind)
     with sim_stream.random_landing(seed):
         assert_same_bits(trained(kind, tmp_path if on_disk else None), wanted)
+
+
+# ---- wherever weights, their state, graphs and stash are
+
+PLACES: dict[str, dict[str, Any]] = {name: each.options for name, each in PLACEMENTS.items()}
+PLACES |= {"stash on disk": {"stash": "disk"}, "all on disk": {"stash": "disk", "boundary": "host"}}
+SOME = ("streamed", "boundary on the host", "layers, updated on the host", "some of each")
+
+
+@cache
+def with_late_copies(name: str, mode: str) -> Run:
+    return train(**PLACES[name], eps_update=mode, accumulation=2, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "seed"), combinations(PLACES if ALL else SOME, UPDATED_BY, [0, *more(1, 2)], together=1)
+)
+def test_when_copies_land_changes_no_bit(name, mode, seed):
+    with sim_stream.random_landing(seed):
+        found = train(**PLACES[name], eps_update=mode, accumulation=2, steps=2)
+    assert_same_run(found, with_late_copies(name, mode))
+
+
+@pytest.mark.parametrize("seed", [0, *more(1, 2, 3)])
+def test_when_copies_of_state_on_disk_land_changes_no_bit(seed, tmp_path):
+    wanted = train(Toy(3, 32), steps=2)
+    with sim_stream.random_landing(seed):
+        found = train(Toy(3, 32), steps=2, state_tier="disk", state_dir=tmp_path, state_window=3)
+    assert_same_run(found, wanted)
 
 
 # ---- transfers that fail
@@ -278,9 +302,7 @@ def failing_at(number: int, kind: str) -> Iterator[list[int]]:
 def test_a_transfer_that_fails_leaves_the_model_usable(copies, kind, place, every, tmp_path):
     """Each upload and each download of rows in a step fails once: of an embedding, of layers, of a norm or dropout, of
     a chunk of the head, and of their gradients."""
-    torch.manual_seed(3)
-    model, _, _, _ = attach(MODELS[kind](), **options_of(tmp_path if place == "disk" else None))
-    batch = batch_for(model, rows=ROWS)
+    model, _, _, batch = made(kind, tmp_path if place == "disk" else None)
 
     def step() -> dict[str, torch.Tensor | None]:
         seed_all()
@@ -307,17 +329,88 @@ def test_a_transfer_that_fails_leaves_the_model_usable(copies, kind, place, ever
 
 def test_a_model_is_detached_after_its_head_has_failed(monkeypatch):
     """Hidden states of the next chunk are being uploaded then, to memory that is freed with the engine."""
-    model = MODELS["llama"]()
-    attach_l2l(model, L2LConfig(device="sim", stash="host", boundary="host", ubatch_size=4))
-    loss = model(**batch_for(model, rows=ROWS)).loss
+    model, *_, batch = made("llama", None)
+    loss = model(**batch).loss
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any) -> Any:  # and keeps nothing that it is given
         raise KeyError("the head has failed")
 
     monkeypatch.setattr(chunks.Head, "linear", fails)
     with pytest.raises(KeyError):
         loss.backward()
     detach_l2l(model)
-    del model, loss
+    del model, loss, _
     gc.collect()
     torch.sim.synchronize()
+
+
+# ---- a device whose torch module has no streams of its own: torch's interface for any accelerator has them
+
+SIM = torch.device("sim", 0)
+
+
+class Like(types.ModuleType):
+    """A module that has what another one has, but for some names, and some names of its own."""
+
+    def __init__(self, other: types.ModuleType, *, without: tuple[str, ...] = (), **own: Any) -> None:
+        super().__init__("like another")
+        self.__dict__.update(own, other=other, without=without)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.without:
+            raise AttributeError(name)
+        return getattr(self.other, name)
+
+
+@pytest.fixture
+def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of the device has no names for streams."""
+    of, bare = stream.device_module, Like(torch.sim, without=("Stream", "Event", "stream"))
+    monkeypatch.setattr(stream, "device_module", lambda device: bare if device.type == "sim" else of(device))
+
+
+OPTIONS: dict[str, Any] = {"count": 2, "stash": "host", "ubatch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def usual() -> dict[str, torch.Tensor]:
+    return weights_after(tiny_bert(layers=2), **OPTIONS)
+
+
+def test_copies_run_beside_the_computation_with_the_same_bits(usual, without_streams, monkeypatch, tmp_path):
+    """By `torch.accelerator` of a device in C++, with the streams of the simulated one."""
+    made: list[str] = []
+
+    def make_event(device: str, *, enable_timing: bool = False) -> Any:
+        made.append("timed event" if enable_timing else "event")
+        return torch.sim.Event(enable_timing=enable_timing)
+
+    def make_stream(*, device: torch.device) -> Any:
+        made.append("stream")
+        return torch.sim.Stream(device)
+
+    accelerator = Like(torch.accelerator, current_stream=lambda device: torch.sim.current_stream(device))
+    monkeypatch.setattr(stream, "torch", Like(torch, accelerator=accelerator, Event=make_event, Stream=make_stream))
+    assert stream.is_asynchronous(SIM)
+    found = weights_after(tiny_bert(layers=2), **OPTIONS, trace=str(tmp_path / "trace.json"))
+    assert made.count("stream") > 2 and made.count("timed event") > 20
+    assert_same_bits(found, usual)
+
+
+def test_a_backend_without_streams_computes_in_program_order(usual, without_streams):
+    """torch then has one stream for the device, and no events."""
+    assert not stream.is_asynchronous(SIM) and stream.record(SIM) is None
+    assert_same_bits(weights_after(tiny_bert(layers=2), **OPTIONS), usual)
+
+
+def test_memory_is_asked_of_the_module_or_of_torch(monkeypatch):
+    module = types.ModuleType("torch.bare")
+    monkeypatch.setattr(stream, "device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: {"reserved_bytes.all.current": 12})
+    assert (stream.memory_of(SIM), stream.memory_free(SIM)) == (100, 42)
+    module.mem_get_info = lambda device: (1, 7)
+    assert (stream.memory_of(SIM), stream.memory_free(SIM)) == (7, 13)
+    del module.mem_get_info
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", mock.Mock(side_effect=RuntimeError("it does not say")))
+    assert (stream.memory_of(SIM), stream.memory_free(SIM)) == (None, None)

@@ -1,19 +1,25 @@
-"""Inputs and buffers are uploaded without a wait of the host, and may be written to right after the call."""
+"""Inputs and buffers are uploaded without a wait of the host, and may be written to right after the call; memory for
+uploads is page-locked when a model is attached and in its first step."""
 
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l import attach_l2l
+from hf_l2l.eps.host_memory import HostMemory, SmallTensors
+from hf_l2l.eps.masters import Masters
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import SMALL, sent, to_device
-from models import assert_same_bits, attached, batch_for, bert, gpt2, gradients, train_once
-from tiers import more
+from models import Toy, assert_same_bits, attached, batch_for, bert, gpt2, gradients, train_once
+from runs import attach, config_for
+from tiers import more, nightly
 
 SIM = torch.device("sim", 0)
 
@@ -25,18 +31,15 @@ def _nothing_refused(monkeypatch):
 
 
 class Busy:
-    """A download that the device has been given, which the host has not waited for."""
+    """A download that the device has been given, which the host has not waited for; a blocking copy waits, too."""
 
     def __init__(self) -> None:
-        values = torch.ones(4, device=SIM)
-        self.target = torch.zeros(4).pin_memory()
-        self.target.copy_(values, non_blocking=True)
-        self.event = torch.sim.Event()
-        self.event.record()
+        self.source, self.target = torch.ones(4, device=SIM), torch.zeros(4).pin_memory()
+        self.target.copy_(self.source, non_blocking=True)
+        self.event = torch.sim.current_stream().record_event()
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the host has waited for it, for which a blocking copy is enough."""
         return bool(self.event.query())
 
 
@@ -73,16 +76,19 @@ def test_what_is_sent_arrives_as_it_was(kinds):
     for name, make in kinds.items():
         tensor = make()
         assert waits_for([tensor]) == (kinds is OTHERS), name
-        before, arrived = tensor.detach().clone(), to_device(tensor, SIM)
-        assert (arrived.device, arrived.dtype, arrived.shape) == (SIM, tensor.dtype, tensor.shape)
-        assert arrived.stride() == tensor.to(SIM).stride() and arrived.requires_grad == tensor.requires_grad
-        copied = [sent(tensor, SIM, tensor.dtype, SMALL, copy=True)] if kinds is SMALL_ONES else []
-        if copied:
+        before, arrived = tensor.detach().clone(), [to_device(tensor, SIM)]
+        assert (arrived[0].device, arrived[0].dtype, arrived[0].shape) == (SIM, tensor.dtype, tensor.shape)
+        assert arrived[0].stride() == tensor.to(SIM).stride() and arrived[0].requires_grad == tensor.requires_grad
+        if kinds is SMALL_ONES:
+            arrived.append(sent(tensor, SIM, tensor.dtype, SMALL, copy=True))
             tensor.fill_(9)
         torch.sim.synchronize()
-        assert all(torch.equal(each.cpu(), before) for each in (arrived, *copied)), name
+        assert all(torch.equal(each.cpu(), before) for each in arrived), name
+        if tensor.is_floating_point() and kinds is SMALL_ONES:
+            busy, rounded = Busy(), sent(before, SIM, torch.bfloat16, SMALL)
+            assert not busy.is_waited_for and torch.equal(rounded.cpu(), before.bfloat16())
         if tensor.requires_grad:
-            arrived.square().sum().backward()
+            arrived[0].square().sum().backward()
             assert torch.equal(tensor.grad, 2 * tensor)
 
 
@@ -98,20 +104,10 @@ def test_a_device_that_page_locks_nothing_is_waited_for(why, monkeypatch):
         return pin(tensor, *args)
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", asked)
-    if why == "cannot":
-        monkeypatch.setattr(stream, "can_page_lock", lambda device: False)
-    elif why == "has refused":
-        monkeypatch.setattr(stream, "last_refusal", lambda device: 2)
+    monkeypatch.setattr(stream, "can_page_lock", lambda device: why != "cannot")
+    monkeypatch.setattr(stream, "last_refusal", lambda device: 2 if why == "has refused" else None)
     assert waits_for(x)
     assert torch.equal(to_device(x, SIM).cpu(), x)
-
-
-def test_a_tensor_in_another_dtype_is_rounded_as_torch_rounds():
-    x = torch.randn(1000)
-    busy = Busy()
-    arrived = sent(x, SIM, torch.bfloat16, SMALL)
-    assert not busy.is_waited_for and arrived.dtype == torch.bfloat16
-    assert torch.equal(arrived.cpu(), x.bfloat16())
 
 
 @pytest.mark.parametrize("page_locked", [True, *more(False)])
@@ -131,53 +127,20 @@ def test_a_batch_may_be_overwritten_right_after_the_call(page_locked):
     assert_same_bits(gradients(model), gradients(plain))
 
 
-# ---- buffers inside layers
-
-
-class Masked(nn.Module):
-    """A layer with a mask, a count that each call changes, and statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-        self.register_buffer("mask", torch.ones(6, 6).tril())
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.norm(self.linear(x) @ self.mask)
-
-
-class Stacked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(Masked() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def test_a_program_may_write_to_buffers_between_calls():
-    plain = Stacked()
+    plain = Toy(dropout=0.0, buffers=True)
     model = copy.deepcopy(plain)
-    attach_l2l(model, L2LConfig(device="sim", layer_classes=("Masked",)))
-    for turn in range(4):
-        x = torch.randn(5, 6)
+    attach_l2l(model, config_for(model, device="sim"))
+    for _ in range(4):
         for each in (plain, model):
             each.zero_grad()
-            each(x).backward()
-            for layer in each.layers:  # the upload may still be under way for all that the program knows
-                layer.mask[turn] = 0.5
-                layer.norm.running_mean.data.mul_(0.5)  # a write that no version tells
+            train_once(each, batch_for(each, masked=False))
+            for layer in each.blocks:  # the upload may still be under way for all that the program knows
+                layer.seen += 5
+                layer.mean.data.mul_(0.5)  # a write that no version tells
         torch.sim.synchronize()
-        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
-        for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(ours, theirs, msg=name)
+        assert_same_bits(gradients(model), gradients(plain))
+        assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
 def test_the_host_does_not_wait_for_buffers(monkeypatch):
@@ -185,8 +148,7 @@ def test_the_host_does_not_wait_for_buffers(monkeypatch):
     model = attached(gpt2(), device="sim")
     for layer in model.transformer.h:
         layer.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril())
-    batch, uploads = batch_for(model), []
-    to = torch.Tensor.to
+    uploads, to = [], torch.Tensor.to
 
     def recording(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if tensor.device.type == "cpu" and tensor.shape == (64, 64) and args[0] == SIM:
@@ -194,5 +156,104 @@ def test_the_host_does_not_wait_for_buffers(monkeypatch):
         return to(tensor, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", recording)
-    model(**batch).loss.backward()
+    train_once(model, batch_for(model))
     assert uploads == [True] * 4, "two layers, forward and backward"
+
+
+# ---- memory is page-locked at attach and in the first step, not in the midst of later ones
+
+
+@pytest.fixture
+def registrations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each registration, in order."""
+    found, lock = [], stream.page_lock
+    monkeypatch.setattr(stream, "page_lock", lambda at, size, device: found.append(size) or lock(at, size, device))
+    return found
+
+
+def steps(model: nn.Module, batches: list[dict[str, Any]], registrations: list[int], **options: Any) -> list[int]:
+    """Train `model` as a program does; how many registrations there were after each step."""
+    model, eps, optimizer, _ = attach(model, **options)
+    done = []
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        done.append(len(registrations))
+    eps.synchronize()
+    return done
+
+
+@nightly
+@pytest.mark.parametrize("options", [{"cmp": "bf16", "stash": "host"}, *more({}, {"eps_update": "eager"})], ids=str)
+def test_nothing_is_registered_after_the_first_steps(options, registrations):
+    """Without a stash on the host there is one for masters and one for gradients, of each layer and of each parameter
+    that is in none, and one for the norms of all."""
+    model = bert(num_hidden_layers=5)
+    in_layers = {id(p) for p in model.bert.encoder.layer.parameters()}
+    groups = 5 + sum(id(p) not in in_layers for p in model.parameters())
+    first, second, *rest = steps(model, [batch_for(model)] * 5, registrations, **options)
+    assert first >= groups and rest == [second] * 3
+    assert options or second == 2 * groups + 1
+
+
+@nightly
+def test_batches_that_slowly_become_longer_seldom_register(registrations):
+    """In four steps each time that the length doubles, with the bits of a stash on the device."""
+    lengths, found = range(4, 13), []
+    for stash in ("device", "host"):
+        model = Toy(2)
+        batch = batch_for(model, masked=False)
+        batches = [{name: value.repeat(1, 3)[:, :tokens] for name, value in batch.items()} for tokens in lengths]
+        done = steps(model, batches, registrations, stash=stash)
+        found.append(dict(model.named_parameters()))
+    registering = sum(now > before for before, now in itertools.pairwise(done))
+    assert 0 < registering <= 4 * math.log2(lengths[-1] / lengths[0])
+    assert_same_bits(*found)
+
+
+@nightly
+def test_gradients_have_the_same_bits_when_norms_need_more_memory():
+    """A layer that is called several times sends norms each time."""
+    plain, model = Toy(1, dropout=0.0, calls=24), Toy(1, dropout=0.0, calls=24)
+    attach_l2l(model, config_for(model, device="sim"))
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            train_once(each, batch_for(each, masked=False))
+        assert_same_bits(gradients(model), gradients(plain))
+
+
+@pytest.fixture
+def small() -> SmallTensors:
+    return SmallTensors(HostMemory(torch.device("sim", 0), Masters(nn.Linear(1, 1))), "numbers")
+
+
+def test_small_tensors_lie_apart_and_keep_their_kind(small):
+    shapes = {torch.float32: (3,), torch.bfloat16: (5,), torch.float64: (2, 2), torch.uint8: (1,), torch.int64: ()}
+    kinds = [*shapes.items()] * 20
+    for _ in range(3):
+        made = [small.tensor_like(torch.empty(shape, dtype=dtype), 64) for dtype, shape in kinds]
+        for number, tensor in enumerate(made):
+            tensor.fill_(number)
+        assert [(t.dtype, tuple(t.shape)) for t in made] == kinds
+        assert all(bool((tensor == number).all()) and tensor.is_pinned() for number, tensor in enumerate(made))
+        del made, tensor
+        small.drop()
+
+
+def test_small_tensors_register_at_doubling_sizes_and_keep_their_memory_while_they_are_used(small, registrations):
+    for turn in range(3):
+        made = [small.tensor_like(torch.empty(1, dtype=torch.float64), 16) for _ in range(1000)]
+        assert len({tensor.data_ptr() for tensor in made}) == 1000
+        assert [-(-size // 16) for size in registrations] == [1, 2, 4, 8, 16, 32, 64, 128, 256], f"turn {turn}"
+        del made
+        small.drop()
+    first = small.tensor_like(torch.empty(4), 16)
+    for value in range(3):  # a program that always keeps the last one
+        first.fill_(7)
+        small.drop()
+        second = small.tensor_like(torch.empty(4), 16).fill_(value)
+        assert first.tolist() == [7] * 4 and second.tolist() == [value] * 4
+        first = second
+        del second

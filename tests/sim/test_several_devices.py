@@ -34,6 +34,7 @@ def test_a_tensor_is_where_it_was_asked_for():
         assert torch.empty(1, device="sim").device.index == torch.sim.current_device() == 2
     assert torch.empty(1, device="sim").device.index == 0
     assert torch.sim.device_count() == torch.accelerator.device_count() == 4
+    assert (square("sim:1") + torch.ones(())).device.index == 1, "a number of the host may be anywhere"
 
 
 def test_what_is_refused():
@@ -41,15 +42,12 @@ def test_what_is_refused():
         (lambda: torch.empty(1, device="sim:4"), RuntimeError, "invalid device sim:4.* an index below 4"),
         (lambda: torch.sim.synchronize("sim:7"), ValueError, "an index below 4"),
         (lambda: square("sim:0") + square("sim:1"), RuntimeError, "aten::add.* on the same device.*sim:0.*sim:1"),
-        # Only a number of the host may be anywhere.
         (lambda: square("sim:0") + torch.ones((), device="sim:1"), RuntimeError, "same device"),
+        *((lambda n=n: enable_simulated_accelerator(devices=n), ValueError, "from 1 to 8") for n in (0, 9, 1.0, "2")),
+        (lambda: costs(launch_s=-1.0), ValueError, "launch_s must be a number of seconds"),
     ):
         with pytest.raises(error, match=match):
             make()
-    for devices in (0, 9, 1.0, True, "2"):
-        with pytest.raises(ValueError, match="from 1 to 8"):
-            enable_simulated_accelerator(devices=devices)
-    assert (square("sim:1") + torch.ones(())).device.index == 1
 
 
 def test_inference_tensors_are_those_that_are_made_in_inference_mode():
@@ -86,21 +84,17 @@ def test_each_draws_of_its_own_generator():
     assert len(torch.sim.get_rng_state_all()) == 4
 
 
-# ---- streams
-
-
 def test_kernels_run_on_the_stream_of_the_device_of_their_tensors():
     side = torch.sim.Stream(device="sim:1", name="side of one")
     value = square("sim:1")
     side.wait_stream(torch.sim.default_stream("sim:1"))
     with side, torch.sim.device(0):
         value.add_(1)  # the current device is another one
-    with pytest.raises(
-        RuntimeError, match="aten::sum on the default stream of sim:1: read-after-write race.* side of one"
-    ):
+    race = "aten::sum on the default stream of sim:1: read-after-write race.* side of one"
+    with pytest.raises(RuntimeError, match=race):
         value.sum()
     torch.sim.synchronize("sim:0")  # waits for no other device
-    with pytest.raises(RuntimeError, match="read-after-write race"):
+    with pytest.raises(RuntimeError, match=race):
         value.sum()
     torch.sim.synchronize("sim:1")
     assert value.sum().item() == 2 * N * N
@@ -131,54 +125,31 @@ def test_a_peer_copy_on_a_side_stream_is_late_and_must_be_waited_for():
     source.add_(1)
 
 
-# ---- the virtual clock
-
-
 def costs(**options: Any) -> Costs:
     known = {"link_bytes_per_s": 4.0 * N * N, "flop_per_s": 2.0 * N**3, "host_bytes_per_s": 1e12}
     return Costs(**{**known, **options})
 
 
-def test_devices_compute_at_the_same_time_and_each_has_a_link():
-    host = [torch.ones(N, N).pin_memory() for _ in range(2)]
-    values = [square(f"sim:{index}") for index in range(4)]
-    with virtual_clock(costs()) as clock:
-        for value in values:
-            value @ value
-        for index, value in enumerate(host):
-            with torch.sim.Stream(device=index):
-                value.to(f"sim:{index}", non_blocking=True)
-        assert clock.end == 1
-        assert [clock.busy("compute", device=index) for index in range(4)] == [1, 1, 1, 1]
-        assert [clock.busy("upload", device=index) for index in range(3)] == [1, 1, 0]
-        values[1] @ values[1]
-        torch.sim.synchronize("sim:0")
-        assert clock.now == 1
-        torch.sim.synchronize("sim:1")
-        assert clock.now == 2
-
-
-def test_a_peer_copy_takes_the_time_of_its_bytes():
-    value = square("sim:0")
+def test_devices_have_links_of_their_own_a_peer_copy_takes_the_time_of_its_bytes_and_a_launch_time_of_the_host():
+    value, host = square("sim:0"), torch.ones(N, N).pin_memory()
     with virtual_clock(costs(peer_bytes_per_s=2.0 * N * N)) as clock:
         squared = value @ value
         first, second = squared.to("sim:1"), squared.to("sim:2")  # one after the other: one device sends both
         first @ first
         second @ second
+        for index in range(2):
+            with torch.sim.Stream(device=index):
+                host.to(f"sim:{index}", non_blocking=True)
         assert clock.end == 1 + 4 + 1
         assert clock.busy("peer") == 4 and clock.busy("peer", device=1) == 0
+        for index in range(3):
+            assert (clock.busy("compute", device=index), clock.busy("upload", device=index)) == (1, index < 2)
         assert clock.now == 0, "the host waits for none of it"
     with virtual_clock(costs(peer_bytes_per_s=2.0 * N * N)) as clock:
         first @ first
         first.copy_(value)
         assert clock.end == 1 + 2, "after what the device that receives it was given"
-
-
-def test_launches_take_time_of_the_host():
-    value = square("sim:0")
     with virtual_clock(costs(launch_s=0.25, flop_per_s=1e30)) as clock:
         for _ in range(8):
             value @ value
         assert clock.now == 2 and clock.busy("launch") == 2
-    with pytest.raises(ValueError, match="launch_s must be a number of seconds"):
-        costs(launch_s=-1.0)

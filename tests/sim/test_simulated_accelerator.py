@@ -1,10 +1,8 @@
-"""The simulated accelerator behaves as one GPU does: its memory, its copies, its backwards, under other libraries."""
+"""The simulated accelerator behaves as one GPU does: its memory, copies, backwards, and page-locked host memory."""
 
 from __future__ import annotations
 
 import copy
-import ctypes
-import functools
 import gc
 import io
 import pickle
@@ -12,16 +10,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_l2l.testing import enable_simulated_accelerator, sim_backward
+from hf_l2l.testing import enable_simulated_accelerator, page_lock_limit, page_locked_bytes, sim_backward, sim_pages
 from tiers import nightly
-from training import plain_trainer, settled_memory, tiny_bert
+from training import settled_memory
 
 SIM = torch.device("sim", 0)
 
@@ -34,9 +32,6 @@ def _unlimited() -> Iterator[None]:
     enable_simulated_accelerator(None)
 
 
-# Enabling
-
-
 @nightly
 def test_importing_registers_nothing_and_after_a_backward_nothing_can_be():
     script = """
@@ -44,45 +39,24 @@ import torch
 from hf_l2l.testing import enable_simulated_accelerator
 print(torch._C._get_privateuse1_backend_name(), hasattr(torch, "sim"))
 torch.ones((), requires_grad=True).backward()
-try:
-    enable_simulated_accelerator()
-except RuntimeError as error:
-    print(error)
+enable_simulated_accelerator()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    before, after = done.stdout.splitlines()
-    assert before == "privateuseone False"
-    assert "before the first backward of the process" in after
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "privateuseone False\n" and "before the first backward of the process" in done.stderr
 
 
 def test_enabling_again_changes_only_the_capacity():
     x = torch.ones(4, device="sim")
-    sizes = {"1MiB": 2**20, "500MB": 500 * 10**6, "1.5 kib": 1536, "77": 77, 1000: 1000}
-    for size, nbytes in sizes.items():
+    assert torch.accelerator.current_accelerator().type == "sim" and torch.accelerator.device_count() == 1
+    for size, nbytes in {"1MiB": 2**20, "500MB": 500 * 10**6, "1.5 kib": 1536, "77": 77, 1000: 1000}.items():
         assert enable_simulated_accelerator(size) == SIM
-        assert torch.sim.mem_get_info() == (nbytes - torch.sim.memory_allocated(), nbytes)
+        assert torch.sim.mem_get_info() == (nbytes - torch.accelerator.memory_allocated(), nbytes)
     assert x.tolist() == [1.0] * 4
     for wrong in (0, "0GiB", "8 gibs", "", True, 1.5):
         with pytest.raises(ValueError, match="capacity must be a positive number of bytes"):
             enable_simulated_accelerator(wrong)
-
-
-def test_it_is_the_accelerator_and_there_is_one():
-    assert torch.accelerator.current_accelerator().type == "sim"
-    assert torch.accelerator.device_count() == torch.sim.device_count() == 1
-    assert torch.sim.current_device() == torch.accelerator.current_device_index() == 0
-    x = torch.ones(100, device="sim")
-    assert torch.accelerator.memory_allocated() == torch.sim.memory_allocated() >= x.nbytes
-    assert torch.sim.memory_stats()["allocated_bytes.all.current"] == torch.sim.memory_allocated()
-    assert repr(x[:2]) == "tensor([1., 1.], device='sim:0')"
-    for device in ("sim:1", "cpu", 1):
-        with pytest.raises(ValueError, match="the only one"):
-            torch.sim.memory_allocated(device)
     with pytest.raises(RuntimeError, match="invalid device sim:1"):
         torch.ones(2).to("sim:1")
-
-
-# Memory
 
 
 def test_live_and_peak_bytes():
@@ -130,9 +104,6 @@ def test_past_the_capacity():
     assert torch.sim.memory_allocated() == live + fits.nbytes
 
 
-# Copies
-
-
 def test_copies_and_files():
     host = torch.arange(4.0)
     x = host.to("sim")
@@ -150,9 +121,6 @@ def test_copies_and_files():
         file.seek(0)
         loaded = torch.load(file, map_location=back)
         assert loaded.device.type == (back or "sim") and loaded.tolist() == x.tolist()
-
-
-# Backwards
 
 
 def raises(*args: object) -> torch.Tensor:
@@ -198,9 +166,8 @@ def test_an_exception_in_a_backward_reaches_the_caller(whole):
 
 def test_an_exception_of_one_thread_is_not_anothers():
     both = threading.Barrier(2)
-    found: dict[int, int] = {}
 
-    def fail(number: int) -> None:
+    def failing(number: int) -> int | None:
         def hook(grad: torch.Tensor) -> None:
             raise KeyError(number)
 
@@ -210,32 +177,15 @@ def test_an_exception_of_one_thread_is_not_anothers():
         try:
             y.sum().backward()
         except KeyError as error:
-            found[number] = error.args[0]
+            return error.args[0]
 
-    for _ in range(5):
-        threads = [threading.Thread(target=fail, args=(number,)) for number in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == {1: 1, 2: 2}
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            assert list(pool.map(failing, (1, 2))) == [1, 2]
 
 
-@pytest.mark.parametrize("adds_reference", [True, False], ids=["as torch 2.13", "as torch 2.11"])
-def test_what_a_backward_stashes_has_one_reference_more(adds_reference, monkeypatch):
+def test_what_a_backward_stashes_has_one_reference_more():
     """Else it would be freed while a backward uses it, or by the value that takes its place."""
-    original, torch_adds = torch._C._stash_obj_in_tls, sim_backward.adds_reference()
-    count = ctypes.PYFUNCTYPE(None, ctypes.py_object)
-    more, fewer = (count((name, ctypes.pythonapi)) for name in ("Py_IncRef", "Py_DecRef"))
-
-    def stash(key: str, value: object) -> None:
-        if adds_reference != torch_adds:
-            (more if adds_reference else fewer)(value)
-        original(key, value)
-
-    monkeypatch.setattr(torch._C, "_stash_obj_in_tls", stash)
-    monkeypatch.setattr(sim_backward, "adds_reference", functools.cache(sim_backward.adds_reference.__wrapped__))
-    assert sim_backward.adds_reference() == adds_reference
     value = object()
     before = sys.getrefcount(value)
     for other in (None, object()):
@@ -245,9 +195,6 @@ def test_what_a_backward_stashes_has_one_reference_more(adds_reference, monkeypa
         assert sys.getrefcount(value) == before
         assert sim_backward.in_tls("a test") is other
     sim_backward.stash("a test", None)
-
-
-# Autocast
 
 
 def test_autocast_casts_what_cuda_casts_and_that_of_the_host_nothing():
@@ -279,20 +226,123 @@ def test_autocast_keeps_cast_weights_until_it_ends(cached):
         assert (x @ weight).sum().item() == 0.0
 
 
-# The Hugging Face libraries
+# Page-locked host memory
+
+RUNTIME = torch.sim.cudart()
+PAGE = 4096
+GRANTED, INVALID, OUT_OF_MEMORY, ALREADY, NOT_REGISTERED = 0, 1, 2, 712, 713
 
 
-def test_trainer_trains_evaluates_and_resumes_as_on_the_host(tmp_path):
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "dataloader_pin_memory": True}
-    made = []
-    for kind, more in (("sim", {}), ("cpu", {"use_cpu": True})):
-        trained = plain_trainer(tmp_path / kind, model=tiny_bert(0.0, 2), **options, **more)
-        trained.train()
-        assert {p.device.type for p in trained.model.parameters()} == {kind}
-        made.append(trained)
-    on_sim, host = made
-    assert on_sim.evaluate()["eval_loss"] == host.evaluate()["eval_loss"]
-    again = plain_trainer(tmp_path / "sim", model=tiny_bert(0.0, 2), **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "sim" / "checkpoint-2"))
-    for name, value in again.model.state_dict().items():
-        assert torch.equal(value.cpu(), host.model.state_dict()[name]), name
+@pytest.fixture
+def memory() -> Iterator[torch.Tensor]:
+    """Eight whole pages of host memory, of which nothing is left registered."""
+    assert page_locked_bytes() == 0
+    host = torch.zeros(9 * PAGE, dtype=torch.uint8)
+    first = -host.data_ptr() % PAGE
+    yield host[first : first + 8 * PAGE]
+    assert page_locked_bytes() == 0, "what is registered is to be unregistered"
+
+
+def register(tensor: torch.Tensor) -> int:
+    return RUNTIME.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+
+
+def unregister(tensor: torch.Tensor) -> int:
+    return RUNTIME.cudaHostUnregister(tensor.data_ptr())
+
+
+def test_what_is_registered_is_pinned_until_it_is_unregistered(memory):
+    part = memory[PAGE : 3 * PAGE]
+    assert not part.is_pinned()
+    assert register(part) == GRANTED
+    assert page_locked_bytes() == 2 * PAGE
+    inside = (part, part[5:9], part.view(torch.float32)[::3], memory[2 * PAGE : 3 * PAGE])
+    beside = (memory, memory[PAGE - 1 : PAGE + 1], memory[3 * PAGE - 1 : 3 * PAGE + 1], memory[3 * PAGE :])
+    assert all(x.is_pinned() for x in inside) and not any(x.is_pinned() for x in beside)
+    assert unregister(part) == GRANTED
+    assert not part.is_pinned() and page_locked_bytes() == 0
+    halves = memory[: 4 * PAGE], memory[4 * PAGE :]
+    assert [register(half) for half in halves] == [GRANTED, GRANTED]
+    assert all(half.is_pinned() for half in halves) and not memory.is_pinned(), "a tensor over two ranges"
+    assert [unregister(half) for half in halves] == [GRANTED, GRANTED]
+
+
+PAIRS = [
+    ((0, PAGE), (PAGE, PAGE), GRANTED),
+    ((0, 10), (20, 10), ALREADY),  # beside each other on one page
+    ((0, PAGE + 1), (2 * PAGE - 1, 5), ALREADY),  # the first ends on the page where the other begins
+    ((PAGE + 5, 5), (0, PAGE + 1), ALREADY),
+    ((PAGE + 5, 5), (0, PAGE), GRANTED),
+    ((PAGE, PAGE), (0, 4 * PAGE), ALREADY),  # within
+    ((0, 4 * PAGE), (PAGE, PAGE), ALREADY),
+    ((0, PAGE), (0, PAGE), ALREADY),  # the same
+]
+
+
+def test_a_page_is_registered_once_and_a_range_is_named_by_its_first_address(memory):
+    for one, other, expected in PAIRS:
+        first, second = (memory[start : start + size] for start, size in (one, other))
+        assert register(first) == GRANTED
+        assert register(second) == expected, (one, other)
+        assert page_locked_bytes() == first.nbytes + (second.nbytes if expected == GRANTED else 0)
+        assert unregister(second) == (GRANTED if expected == GRANTED or one == other else NOT_REGISTERED)
+        assert unregister(first) == (GRANTED if one != other else NOT_REGISTERED)
+    assert RUNTIME.cudaHostRegister(0, PAGE, 0) == RUNTIME.cudaHostRegister(memory.data_ptr(), 0, 0) == INVALID
+    assert (register(memory), unregister(memory[PAGE:]), unregister(memory)) == (GRANTED, NOT_REGISTERED, GRANTED)
+
+
+def test_a_limit_counts_what_is_registered_already_and_ends_with_its_block(memory):
+    parts = [memory[i * PAGE : (i + 1) * PAGE] for i in range(3)]
+    assert register(parts[0]) == GRANTED
+    with page_lock_limit(2 * PAGE):
+        assert register(memory[PAGE : 4 * PAGE]) == OUT_OF_MEMORY
+        assert [register(part) for part in parts[1:]] == [GRANTED, OUT_OF_MEMORY]
+        with pytest.raises(KeyError), page_lock_limit(0):
+            assert unregister(parts[1]) == GRANTED
+            assert register(parts[1]) == OUT_OF_MEMORY
+            raise KeyError
+        assert register(parts[1]) == GRANTED
+    assert register(parts[2]) == GRANTED
+    assert page_locked_bytes() == 3 * PAGE
+    assert [unregister(part) for part in parts] == [GRANTED] * 3
+    with pytest.raises(ValueError, match=r"0 or more \(got -1\)"), page_lock_limit(-1):
+        pass
+
+
+def test_an_asynchronous_download_is_made_pinned_as_on_cuda():
+    x = torch.ones(4, device="sim")
+    arriving = x.to("cpu", non_blocking=True)
+    torch.sim.synchronize()
+    assert arriving.is_pinned() and arriving.tolist() == [1.0] * 4
+    assert not x.to("cpu").is_pinned() and not x.is_pinned()
+
+
+class Registered:
+    """A range of addresses that garbage collection unregisters."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer, self.cycle = pointer, self
+        sim_pages.PAGES.register(pointer, PAGE)
+
+    def __del__(self) -> None:
+        sim_pages.PAGES.unregister(self.pointer)
+
+
+def test_ranges_may_go_while_they_are_looked_through():
+    """A finalizer runs wherever Python makes an object, inside the lock, too."""
+    thresholds, far = gc.get_threshold(), 2**46
+    try:
+        for allocations in range(1, 100):
+            gc.collect()
+            gc.disable()
+            for turn in range(20):
+                Registered(far + 2 * turn * PAGE)
+            gc.set_threshold(allocations)
+            gc.enable()
+            assert not sim_pages.PAGES.hold(far - PAGE, far - PAGE + 1)
+            assert sim_pages.PAGES.register(2 * far, PAGE) == 0
+            assert sim_pages.PAGES.unregister(2 * far) == 0
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        gc.collect()
