@@ -89,26 +89,18 @@ def test_long_copies_with_short_computation():
         torch.testing.assert_close(ours, theirs.cpu(), rtol=1e-4, atol=1e-6)
 
 
+SMALL: dict[str, Any] = {"ubatch_size": 3, "stash": "host"}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"ubatch_size": 3},
-        {"ubatch_size": 3, "stash": "host"},
-        {"ubatch_size": 3, "stash": "host", "gradient_slots": 1, "prefetch": False},
-    ],
-    ids=str,
+    "options", [{}, {"ubatch_size": 3}, SMALL, {**SMALL, "gradient_slots": 1, "prefetch": False}], ids=str
 )
 def test_long_computation_with_short_copies(options):
     """The device is far behind the host, so whatever the host does too early is seen."""
-
-    def slowly(*args: Any) -> None:
-        sleep(1e-3)
-
     expected = trained(small_bert(), steps=2, **options)
     model = small_bert()
     for layer in model.bert.encoder.layer:
-        layer.output.register_forward_hook(slowly)
+        layer.output.register_forward_hook(lambda *args: sleep(1e-3))
     assert_same_bits(trained(model, steps=2, **options), expected)
 
 

@@ -49,10 +49,8 @@ def test_classes_are_made_once_and_take_the_same_arguments(tmp_path):
     assert inspect.signature(L2LTrainer) == inspect.signature(hf.Trainer)
     kind = make_l2l_arguments(PreferringArguments)
     assert make_l2l_arguments(PreferringArguments) is make_l2l_arguments(kind) is kind
-    assert kind.__name__ == "L2LPreferringArguments"
-    own = {f.name for f in fields(L2LArgumentsMixin)}
-    assert {f.name for f in fields(kind)} == {f.name for f in fields(PreferringArguments)} | own
-    assert fields(kind)[0].name == "output_dir"
+    names, own, theirs = ([f.name for f in fields(each)] for each in (kind, L2LArgumentsMixin, PreferringArguments))
+    assert kind.__name__ == "L2LPreferringArguments" and names[0] == "output_dir" and {*names} == {*own, *theirs}
     assert make_l2l_arguments(hf.TrainingArguments) is make_l2l_arguments(L2LTrainingArguments) is L2LTrainingArguments
     words = ["--output_dir", str(tmp_path), "--beta", "0.25", "--ubatch_size", "4"]
     [args] = hf.HfArgumentParser(kind).parse_args_into_dataclasses(words)
@@ -102,11 +100,10 @@ class Further(make_l2l_arguments(PreferringArguments)):
 
 def test_classes_and_arguments_are_pickled(tmp_path):
     kind = make_l2l_arguments(PreferringArguments)
-    args = kind(str(tmp_path), beta=0.3, ubatch_size=2)
+    args, trainer = kind(str(tmp_path), beta=0.3, ubatch_size=2), make_l2l_trainer(Preferring)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        pickled = pickle.dumps((args, kind, make_l2l_trainer(Preferring)), protocol)
-        loaded, again, trainer = pickle.loads(pickled)  # noqa: S301
-        assert again is kind and trainer is make_l2l_trainer(Preferring)
+        loaded, *again = pickle.loads(pickle.dumps((args, kind, trainer), protocol))  # noqa: S301
+        assert again == [kind, trainer]
         assert type(loaded) is kind and (loaded.beta, loaded.ubatch_size) == (0.3, 2)
     assert copy.deepcopy(args).to_dict() == args.to_dict()
     assert pickle.loads(pickle.dumps(Further)) is Further  # noqa: S301

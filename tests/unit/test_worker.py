@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,25 +40,25 @@ def modes() -> tuple[bool, bool, torch.dtype, bool]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), flushed
 
 
-def in_worker(worker: Worker) -> tuple[bool, bool, torch.dtype, bool]:
-    found: list[tuple[bool, bool, torch.dtype, bool]] = []
-    submitted(worker, lambda: found.append(modes())).wait("its modes")
-    return found[0]
-
-
 def test_the_thread_computes_as_its_submitter(worker):
-    assert in_worker(worker) == modes()
+    def check() -> None:
+        found: list[Any] = []
+        submitted(worker, lambda: found.append(modes())).wait("its modes")
+        assert found == [modes()]
+
+    check()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert modes()[:2] == (False, True)
-        assert in_worker(worker) == modes()
-    assert in_worker(worker) == modes()
+        check()
+    check()
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor flushes nothing to zero")
     try:
-        assert modes()[3] and in_worker(worker) == modes()
+        assert modes()[3]
+        check()
     finally:
         torch.set_flush_denormal(False)
-    assert not modes()[3] and in_worker(worker) == modes()
+    check()
 
 
 @pytest.mark.parametrize("asked", [3, *more(1, 2)])
@@ -116,41 +117,32 @@ def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
     assert not ran, "nothing runs after a failure"
 
 
-@pytest.fixture
-def quick_switches():
-    """Threads take turns all the time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_of_many_waits_one_raises_the_failure_itself(quick_switches):
+def test_of_many_waits_one_raises_the_failure_itself():
     """Whether they wait already when it fails, or begin to."""
-    for _ in range(times(30, 100)):
-        worker, go = Worker(2), threading.Event()
-        told: list[type] = []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns all the time
+    try:
+        for _ in range(times(30, 100)):
+            worker, go = Worker(2), threading.Event()
+            told: list[type] = []
+            task = submitted(worker, lambda go=go: go.wait() and fail())
 
-        def fail_later(go: threading.Event = go) -> None:
-            go.wait()
-            fail()
+            def wait(task: Task = task, told: list[type] = told) -> None:
+                try:
+                    task.wait("all of them")
+                except (KeyError, EngineFailedError) as error:
+                    told.append(type(error))
 
-        task = submitted(worker, fail_later)
-
-        def wait(task: Task = task, told: list[type] = told) -> None:
-            try:
-                task.wait("all of them")
-            except (KeyError, EngineFailedError) as error:
-                told.append(type(error))
-
-        threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        go.set()
-        for thread in threads:
-            thread.join(120.0)  # on a machine that is busy, switches take their time
-        worker.close()
-        assert sorted(map(str, told)) == sorted(map(str, [KeyError, EngineFailedError, EngineFailedError]))
+            threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            go.set()
+            for thread in threads:
+                thread.join(120.0)  # on a machine that is busy, switches take their time
+            worker.close()
+            assert sorted(map(str, told)) == sorted(map(str, [KeyError, EngineFailedError, EngineFailedError]))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_exception_without_words_is_told_too(worker):
@@ -185,39 +177,27 @@ def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch):
 
 
 def test_both_threads_together_are_given_some_seconds_to_end(monkeypatch):
-    worker, over = Worker(2), threading.Event()
-    began = threading.Barrier(3)
-
-    def last() -> None:
-        began.wait(60.0)
-        over.wait(60.0)
-
+    worker, over, began = Worker(2), threading.Event(), threading.Barrier(3)
     for _ in range(2):
-        submitted(worker, last)
+        submitted(worker, lambda: (began.wait(60.0), over.wait(60.0)))
     began.wait(60.0)
-    now, waited = 100.0, []
+    now, waited = [100.0], []
 
-    def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        nonlocal now
+    def join(thread: threading.Thread, timeout: float) -> None:
         waited.append(timeout)
-        now += timeout or 0.0
+        now[0] += timeout
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_l2l.runtime.worker.time", SimpleNamespace(monotonic=lambda: now))
+        patch.setattr("hf_l2l.runtime.worker.time", SimpleNamespace(monotonic=lambda: now[0]))
         patch.setattr(threading.Thread, "join", join)
         worker.close()
     over.set()
-    assert waited[0] is not None and waited[0] > 0 and waited[1:] == [0.0]
+    assert waited[0] > 0 and waited[1:] == [0.0]
 
 
 def test_a_failure_ends_the_work_of_both_threads():
     worker, failed, ran = Worker(2), threading.Event(), []
-
-    def goes_on() -> None:
-        assert failed.wait(60.0)
-        ran.append("begun before")
-
-    beside = submitted(worker, goes_on)
+    beside = submitted(worker, lambda: failed.wait(60.0) and ran.append("begun before"))
     with pytest.raises(KeyError):
         submitted(worker, fail).wait("it fails")
     failed.set()
