@@ -39,8 +39,8 @@ from saving import BEST, At, saving, trained
 from tiers import more, times
 from training import SAVING, assert_same_run, plain_trainer
 
-STATE = ("optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json")
-READ_OF_ANY = ("model.safetensors", "config.json", *STATE)
+STATE = {"optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
+READ_OF_ANY = {"model.safetensors", "config.json", *STATE}
 """Files that are read when a training is resumed, which transformers' Trainer writes, too."""
 
 
@@ -78,17 +78,15 @@ def test_nothing_has_changed_when_a_damaged_one_is_refused(run, caplog, name, ho
     """By its folder, it is refused; as the last one, the one before it is taken, with one warning."""
     damaged(run / "checkpoint-4" / name, how)
     trainer = saving(run)
+    generators = (lambda: torch.get_rng_state().tolist(), random.getstate, lambda: np.random.get_state()[1].tolist())
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
-
-    def generators() -> list[Any]:
-        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
-
-    drawn = generators()
+    drawn = [state() for state in generators]
     with pytest.raises(DamagedCheckpointError) as caught:
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert caught.value.file == name
     assert_same_tensors(trainer.model.state_dict(), before)
-    assert trainer.optimizer is None and trainer.state.global_step == 0 and generators() == drawn
+    assert trainer.optimizer is None and trainer.state.global_step == 0
+    assert [state() for state in generators] == drawn
     with caplog.at_level("WARNING", "hf_l2l"):
         assert checkpoint_to_resume(True, trainer.args) == str(run / "checkpoint-3")
     (said,) = caplog.messages
@@ -106,7 +104,7 @@ def test_one_of_transformers_trainer_is_checked_as_far_as_can_be(tmp_path):
     trained(tmp_path, plain_trainer, **SAVING)
     checkpoint = tmp_path / "checkpoint-4"
     assert check_whole(checkpoint) is None
-    for name in READ_OF_ANY:
+    for name in sorted(READ_OF_ANY):
         content = (checkpoint / name).read_bytes()
         for length in {0, 1, 8, len(content) // 2, len(content) - 2}:
             (checkpoint / name).write_bytes(content[:length])
@@ -142,12 +140,7 @@ def test_the_best_checkpoint_is_checked_before_it_is_loaded(tmp_path):
 # ---- what a manifest notices
 
 
-CONTENT = {
-    "model.safetensors": b"weights" * 50,
-    "optimizer.pt": b"moments" * 30,
-    "part/config.json": b"{}",
-    "empty": b"",
-}
+CONTENT = {"model.safetensors": b"weights" * 50, "optimizer.pt": b"moments" * 9, "part/config.json": b"{}", "no": b""}
 
 
 def made(folder: Path) -> Path:
@@ -247,17 +240,15 @@ def test_links_are_neither_followed_nor_saved(folder, tmp_path):
         write_manifest(folder, 3, "a", {})
 
 
-NAMES = ["../model.safetensors", "/etc/passwd", "part/../../x", "", ".", "./x", "a//b", "a\\b", "a\0b", MANIFEST]
-ENTRIES = [[-1, "0" * 64], ["1", "0" * 64], [True, "0" * 64], [1, "0" * 63], [1], None, [1, 2]]
-NUMBERS = [float("inf"), float("nan"), None, []]
-
-
 def test_what_is_no_manifest_is_refused(folder):
     """Such fields, though the SHA-256 is that of the text; and other texts."""
     before = (folder / MANIFEST).read_bytes()
-    changes = [{"files": {name: [1, "0" * 64]}} for name in NAMES]
-    changes += [{"files": {"model.safetensors": entry}} for entry in ENTRIES]
-    changes += [{field: value} for field in ("step", "format", "saved_at") for value in NUMBERS]
+    names = ["../model.safetensors", "/etc/passwd", "part/../../x", "", ".", "./x", "a//b", "a\\b", "a\0b", MANIFEST]
+    entries = [[-1, "0" * 64], ["1", "0" * 64], [True, "0" * 64], [1, "0" * 63], [1], None, [1, 2]]
+    numbers = [float("inf"), float("nan"), None, []]
+    changes = [{"files": {name: [1, "0" * 64]}} for name in names]
+    changes += [{"files": {"model.safetensors": entry}} for entry in entries]
+    changes += [{field: value} for field in ("step", "format", "saved_at") for value in numbers]
     for change in changes:
         rewrite(folder, **change)
         assert damage(folder).file == MANIFEST, change
@@ -314,18 +305,12 @@ def sing() -> None:
     has_run.append("a canary")
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("trained")
-    trained(run, **TWO)
-    return run / "checkpoint-2"
-
-
 @pytest.fixture
-def checkpoint(original: Path, tmp_path: Path) -> Iterator[Path]:
+def checkpoint(whole: Any, tmp_path: Path) -> Iterator[Path]:
     """A copy, to be changed."""
     has_run.clear()
-    yield Path(shutil.copytree(original, tmp_path / "run" / original.name))
+    name = "checkpoint-2"
+    yield Path(shutil.copytree(Path(whole.args.output_dir) / name, tmp_path / "run" / name))
     assert has_run == []
 
 
@@ -382,9 +367,6 @@ def refused(checkpoint: Path, name: str, *, at_links: bool = False) -> None:
         assert caught.value.file == name
 
 
-# ---- what files ask to be run
-
-
 def test_what_a_pickle_asks_for_is_not_run(checkpoint):
     weights, away = checkpoint / "model.safetensors", checkpoint.parent / "weights"
     for name, archive in itertools.product(PICKLED, (True, False)):
@@ -411,9 +393,6 @@ def test_what_nobody_reads_is_not_opened(checkpoint):
     assert has_run == []
     torch.load(checkpoint / "training_args.bin", weights_only=False)
     assert has_run.pop() == "a canary"
-
-
-# ---- where files lead
 
 
 def sharded(checkpoint: Path, index: str) -> Path:
@@ -464,9 +443,6 @@ def test_links_and_pipes_are_refused(checkpoint, outside, name):
         refused(checkpoint, name, at_links=True)
         path.unlink()
     assert [each.read_text() for each in outside.iterdir()] == ["a file"]
-
-
-# ---- what files claim
 
 
 def header(text: bytes, claimed: int | None = None) -> bytes:

@@ -210,9 +210,6 @@ def test_a_worker_of_the_data_loader_that_is_killed(tmp_path, monkeypatch, whole
     assert left_over.children() <= children
 
 
-# ---- errors of the program
-
-
 def test_errors_of_the_program_in_a_save_are_its_own_and_a_folder_that_vanishes_is_one_of_the_disk(tmp_path):
     for error in (ConnectionError("the server is away"), OSError("mine")):
         with pytest.raises(OSError) as caught:
@@ -234,9 +231,6 @@ def test_an_error_after_a_save_does_not_replace_that_of_the_training(tmp_path, m
     with pytest.raises(Stopped):
         made.train()
     assert "a callback of ours failed" in caplog.messages and steps_in(tmp_path) == [3]
-
-
-# ---- nothing is left
 
 
 @pytest.mark.parametrize("workers", [1, *more(0, 2)])

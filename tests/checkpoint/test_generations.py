@@ -38,7 +38,6 @@ from tiers import more
 from training import assert_same_run, plain_trainer, tiny_bert
 
 PLAIN: dict[str, Any] = {"save_strategy": "no"}
-LATER = {"eps_update": "deferred", "l2l_async_save": True}
 
 
 def realtime(folder: Path, **options: Any) -> Any:
@@ -107,9 +106,6 @@ def test_auto_begins_when_the_one_before_is_there(tmp_path, monkeypatch):
     assert steps_in(tmp_path / "now") == [2]
 
 
-# ---- errors
-
-
 STALE = OSError(116, "Stale file handle")
 
 
@@ -155,9 +151,6 @@ def test_what_they_cost_is_logged_before_the_first_is_there_and_then(tmp_path, m
     assert first == pytest.approx(then, rel=0.05), "with its manifest, when it is there"
 
 
-# ---- the folder
-
-
 def test_those_of_another_training_are_refused_and_damaged_ones_stay(tmp_path, monkeypatch):
     """Nothing of them is deleted, whatever the clock says."""
     times = itertools.count(10_000, -1)
@@ -198,12 +191,12 @@ def test_what_is_left_there_leads_nowhere(tmp_path, caplog):
     assert "no other training is kept from" in caplog.text
 
 
-def held_by_another(folder: Path) -> int:
-    """The number of a process that has the lock and lives on, as does a process of its own."""
+def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path):
+    """One that was killed holds nothing, though its workers live."""
     read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        held = FolderLock(folder)
+    first = os.fork()
+    if first == 0:
+        held = FolderLock(tmp_path / "now")
         if os.fork() > 0:
             os.write(write, b"held" if held else b"")
         time.sleep(120)
@@ -211,12 +204,6 @@ def held_by_another(folder: Path) -> int:
     os.close(write)
     assert os.read(read, 4) == b"held"
     os.close(read)
-    return child
-
-
-def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path):
-    """One that was killed holds nothing, though its workers live."""
-    first = held_by_another(tmp_path / "now")
     workers = Path(f"/proc/{first}/task/{first}/children").read_text().split()
     try:
         with pytest.raises(ValueError, match="to which another process writes"):
@@ -270,13 +257,10 @@ def test_options_that_cannot_be_honoured_are_refused(tmp_path, monkeypatch):
     realtime(tmp_path / "run", l2l_realtime_checkpoint="run/now")
 
 
-# ---- updates that go on when a step has ended
-
-
 def test_a_step_ends_while_its_updates_go_on(tmp_path, monkeypatch, whole):
     """They are made when the saving has been begun: a save that waited for them would wait for ever."""
     run, may_run, late = layerwise_step.Part.run, threading.Event(), []
-    made = saving(tmp_path / "later", **LATER)
+    made = saving(tmp_path / "later", eps_update="deferred", l2l_async_save=True)
     may_run.set()
     save, step = made._save_checkpoint, made.training_step
 
@@ -320,16 +304,14 @@ def test_buffers_and_state_are_those_of_the_step(tmp_path):
     assert [each["bert.embeddings.calls"][0].item() for each in saved] == [1.0, 2.0, 3.0]
 
 
-# ---- when they begin
-
-
-def played(every: Any, step_s: float, write_s: float, steps: int) -> tuple[Schedule, list[int], list[int]]:
-    """A training on a virtual clock: the steps at which generations begin, and how many steps a crash at the end of
-    each step loses, once there is a generation. With a number of steps, a step waits for the generation before."""
+@given(every=st.one_of(st.just("auto"), st.integers(1, 9)), step_s=st.integers(1, 20), write_s=st.integers(1, 60))
+def test_a_crash_loses_no_more_steps_than_were_said(every, step_s, write_s):
+    """On a virtual clock: at the end of any step, once there is a generation. With a number of steps, a step waits for
+    the generation before."""
     now, begun, lost = [0.0], list[int](), list[int]()
     schedule = Schedule(every, 0, lambda: now[0])
     ends, whole = None, None
-    for step in range(1, steps + 1):
+    for step in range(1, 201):
         now[0] += step_s
         if ends is not None and now[0] >= ends:
             schedule.end(step)
@@ -345,12 +327,6 @@ def played(every: Any, step_s: float, write_s: float, steps: int) -> tuple[Sched
             schedule.begin(step)
             begun.append(step)
             ends = now[0] + write_s
-    return schedule, begun, lost
-
-
-@given(every=st.one_of(st.just("auto"), st.integers(1, 9)), step_s=st.integers(1, 20), write_s=st.integers(1, 60))
-def test_a_crash_loses_no_more_steps_than_were_said(every, step_s, write_s):
-    schedule, begun, lost = played(every, step_s, write_s, 200)
     assert begun
     assert max(lost, default=0) <= schedule.most_lost(step_s, write_s)
     if every != "auto" and write_s <= step_s * every:

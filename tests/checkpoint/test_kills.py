@@ -158,9 +158,6 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     assert_resumed(run, whole)
 
 
-# ---- generations
-
-
 def of_generations(run: Path, **options: Any) -> dict[str, Any]:
     """With a generation after each step, and no other checkpoint."""
     given = {"save_strategy": "no", "l2l_realtime_checkpoint": str(run / "now"), "l2l_realtime_every": 1}
@@ -205,22 +202,18 @@ def looked_at(trainer: hf.Trainer) -> tuple[list[str], int, int]:
     return left_in(run), len(os.listdir("/proc/self/fd")), len(threads)
 
 
-def last_save(calls: list[str]) -> list[int]:
-    """The numbers of the calls from where the folder is made that is written to, to where it is in its place. A folder
-    that is there may be made again: no error comes of that."""
-    made = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
-    in_place = [at for at, call in enumerate(calls, 1) if call.startswith("rename")][1]
-    assert calls[in_place].startswith("fsync")
-    of_save = range(made + 1, in_place + 2)
-    return [at for at in of_save if not (calls[at - 1].startswith("mkdir") and calls[at - 1] in calls[: at - 1])]
-
-
 @nightly
 @pytest.mark.parametrize(("background", "cut"), [(False, None), (True, 3000), *more((False, 0), (True, None))])
 def test_a_disk_that_fails_is_told_and_survived(before, whole, calls_of_background, tmp_path, background, cut):
     """The checkpoint of the other training that was to be replaced is as it was. Where files cannot grow, it is the
     system's own error in all who write: Python, `torch.save`, safetensors, and a thread in the background."""
-    save = last_save(calls_of_background if background else whole.calls)
+    calls = calls_of_background if background else whole.calls
+    begins = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
+    in_place = [at for at, call in enumerate(calls, 1) if call.startswith("rename")][1]
+    assert calls[in_place].startswith("fsync")
+    # From where the folder is made that is written to. One that is there may be made again: no error comes of that.
+    save = range(begins + 1, in_place + 2)
+    save = [at for at in save if not (calls[at - 1].startswith("mkdir") and calls[at - 1] in calls[: at - 1])]
     assert len(save) > 20
     fault = Fault(save[-2], error=errno.ENOSPC) if cut is None else Fault(save[0], error=errno.EFBIG, cut=cut)
     run = Path(shutil.copytree(before, tmp_path / "run"))
@@ -233,9 +226,6 @@ def test_a_disk_that_fails_is_told_and_survived(before, whole, calls_of_backgrou
     assert now == names == ["checkpoint-2", *BOTH]
     assert threads_now == threads and descriptors_now <= descriptors
     assert found.digest == whole.digest and left_in(run) == BOTH
-
-
-# ---- the benchmark
 
 
 def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path, monkeypatch):

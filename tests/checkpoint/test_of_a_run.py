@@ -44,9 +44,6 @@ def falling(**options: Any) -> dict[str, Any]:
     return best_of(range(100, 0, -1), **options)
 
 
-# ---- what is added
-
-
 @BACKGROUND
 def test_what_is_added_to_a_checkpoint_stays(tmp_path, in_background):
     """By a callback, when it is there; by a subclass, before and after it is saved, unless it is in the place of ours,
@@ -111,9 +108,6 @@ def test_what_a_subclass_pushes_is_in_its_place(tmp_path, in_background):
     assert pushed == [("checkpoint-1", True, 1), ("checkpoint-2", True, 2)]
 
 
-# ---- several trainings in one folder
-
-
 def test_going_on_is_the_same_training_and_going_back_is_another_one(tmp_path):
     trained(tmp_path, max_steps=2, eps_update="serial", ubatch_size=4)
     found = read_manifest(tmp_path / "checkpoint-1").configuration
@@ -166,9 +160,6 @@ def test_no_checkpoint_of_others_is_deleted_or_the_best_one(tmp_path):
     assert made.state.best_global_step == 1 and made.state.best_model_checkpoint is None
 
 
-# ---- the best one
-
-
 def test_what_is_deleted_at_the_end_is_in_the_folder_of_the_training(tmp_path):
     """The best one of a run that was moved is found again."""
     old = tmp_path / "old"
@@ -203,9 +194,6 @@ def test_nothing_is_deleted_if_the_best_one_is_gone(tmp_path):
     made = saving(tmp_path, max_steps=2, save_total_limit=1, **falling())
     with_methods(made, _load_best_model=lambda trainer: shutil.rmtree(trainer.state.best_model_checkpoint)).train()
     assert steps_in(tmp_path) == [2]
-
-
-# ---- moments
 
 
 def test_a_save_that_is_asked_for_while_another_one_ends_is_made(tmp_path, monkeypatch):

@@ -36,9 +36,6 @@ def parts(whole: Any, tmp_path: Path) -> Path:
     return tmp_path / "parts"
 
 
-# ---- the folder
-
-
 def test_the_last_complete_one_is_gone_on_from(whole, parts, caplog):
     """What was interrupted is renamed, and takes no place among those that are kept; one that the program has saved
     without the rest is not."""
@@ -78,9 +75,6 @@ def test_a_folder_that_is_a_link_is_resumed_from_only_if_it_is_named(whole, part
     with pytest.raises(ValueError, match="in checkpoint-2 it is a link"):
         trained(run, resumes=True)
     assert_same_run(trained(run, resumes=run / "checkpoint-2"), whole)
-
-
-# ---- what is said
 
 
 def test_what_is_not_there_is_told_and_begins_anew(parts, tmp_path, caplog):
@@ -130,23 +124,15 @@ def test_a_finished_training_makes_no_further_step(whole, tmp_path, caplog):
     assert all(torch.equal(found[i]["exp_avg"], state["exp_avg"]) for i, state in moments.items())
 
 
-class _FirstIsBest(hf.TrainerCallback):
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        metrics["eval_loss"] = float(state.global_step)
-
-
 def test_the_best_model_of_a_finished_one_is_loaded(tmp_path, caplog):
     for resumes in (None, True):
-        made = saving(tmp_path, **BEST, max_steps=1, callbacks=[_FirstIsBest()])
+        made = saving(tmp_path, **BEST, max_steps=1)
         caplog.clear()
         with caplog.at_level("WARNING", "hf_l2l"):
             made.train(resume_from_checkpoint=resumes)
         assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
         assert_saved(made, tmp_path / "checkpoint-1")
         assert made.state.global_step == 1 and ("no further step is made" in caplog.text) is (resumes is True)
-
-
-# ---- what goes on
 
 
 def test_equal_runs_have_equal_states(tmp_path):

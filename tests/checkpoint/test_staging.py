@@ -214,9 +214,6 @@ def test_a_descriptor_is_closed_once(tmp_path, monkeypatch):
     assert names(tmp_path) == ["checkpoint-2", "other"]
 
 
-# ---- of a training
-
-
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Files, to their last bytes, and folders; then the name is."""
     synced = Synced(monkeypatch)
@@ -374,9 +371,6 @@ def test_files_of_several_hosts_are_locked_where_they_are_written(tmp_path, monk
     ex, un = reserved.fcntl.LOCK_EX, reserved.fcntl.LOCK_UN
     assert calls == [(ex, 8, 8), (un, 8, 8), (ex, 8, 40), (un, 8, 40)]
     assert (tmp_path / "file").read_bytes() == bytes(8) + bytes([8] * 8) + bytes(24) + bytes([40] * 8) + bytes(16)
-
-
-# ---- files with room for values
 
 
 def fill(regions: list[Region]) -> None:

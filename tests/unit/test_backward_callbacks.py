@@ -114,9 +114,6 @@ def test_what_is_over_is_dropped_without_any_code():
     assert weakref.getweakrefcount(end) == 0 and not hasattr(type(end), "__del__")
 
 
-# ---- one thread at a time
-
-
 def call_inside(model: nn.Module, module: nn.Module, work: Callable[[], object]) -> BaseException:
     """Train `model` once; while it is inside `module`, `work` runs in another thread. The one error of that."""
     raised: list[BaseException] = []
@@ -152,9 +149,6 @@ def test_a_backward_in_another_thread_is_refused_while_a_layer_runs():
     loss = model.train()(**batch_for(model)).loss
     with forced_copies():
         assert REFUSAL in str(call_inside(model, model.bert.encoder.layer[0].output, loss.backward))
-
-
-# ---- autocast
 
 
 def settings() -> tuple[bool, torch.dtype, bool]:

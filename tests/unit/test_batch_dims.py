@@ -144,9 +144,6 @@ def test_calls_of_one_kind_have_one_key_and_others_have_others():
     assert key(layer.eval()) != training
 
 
-# ---- leaves
-
-
 class Labelled(dict):
     """A dict that is no node of pytree, with an attribute."""
 

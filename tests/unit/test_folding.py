@@ -22,19 +22,13 @@ from tiers import nightly
 
 IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
 LONGER = torch.tensor([[4, 5, 6, 7]])
-
 TOKENS = st.lists(st.integers(1, 50), min_size=1, max_size=7)
-BATCHES = st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=5)
-
-
-def batch_of(rows: list[list[int]], side: str) -> dict[str, torch.Tensor]:
-    return padded([{"input_ids": ids, "labels": [-100] + ids[1:]} for ids in rows], side)
 
 
 @nightly
-@given(BATCHES, st.sampled_from(["left", "right"]))
+@given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=5), st.sampled_from(["left", "right"]))
 def test_rows_are_what_they_were_and_then_padding(rows, side):
-    batches = [batch_of(each, side) for each in rows]
+    batches = [padded([{"input_ids": ids, "labels": [-100] + ids[1:]} for ids in each], side) for each in rows]
     copies = [{name: value.clone() for name, value in batch.items()} for batch in batches]
     found = merge(batches, PAD)
     assert found.rows == tuple(map(len, rows))
@@ -100,9 +94,6 @@ def test_what_may_mean_something_else_is_refused():
             merge(batches, None)
 
 
-# ---- trainings whose batches are folded
-
-
 def test_steps_that_cannot_be_compared_are_followed_by_some_that_can(tmp_path):
     """Without labels that count, the loss is not a number."""
     data = [{**row, "labels": [-100] * len(row["labels"])} for row in ragged(8)] + ragged(24)
@@ -139,9 +130,6 @@ def test_the_comparison_leaves_buffers_as_they_are(tmp_path):
     embedding.register_forward_pre_hook(count)
     assert told(made)
     assert embedding.calls == 3
-
-
-# ---- steps that end early
 
 
 class StopInStep(hf.TrainerCallback):

@@ -17,8 +17,6 @@ from hf_l2l.eps.pending import Pending, hold, let_go, pending_of, settle
 from hf_l2l.model.precision import Precision
 from hf_l2l.rows.functions import BY_ROWS
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of
-from hf_l2l.rows.row_modules import input_embeddings
-from models import bert
 
 
 class Uploads:
@@ -129,13 +127,6 @@ def test_which_functions_of_rows_are_computed_row_by_row():
         assert BY_ROWS[function](args, {}) == is_by_rows, (function, args[1:])
 
 
-def test_which_modules_are_computed_row_by_row():
-    model = bert()
-    layers = list(model.bert.encoder.layer)
-    found = input_embeddings(list(model.modules()), layers)
-    assert found == {model.bert.embeddings.word_embeddings, model.bert.embeddings}
-
-
 # ---- tensors whose values are still to come, and in which order those of parameters come
 
 
@@ -225,9 +216,6 @@ def test_the_gradient_is_announced_by_itself_and_only_its_own_is_let_go_of():
     assert pending_of(p) is second
     let_go(p)
     assert pending_of(p) is None
-
-
-# ---- updates that are pending
 
 
 def test_other_threads_wait_for_an_update_until_its_parameters_are_ordinary(monkeypatch):

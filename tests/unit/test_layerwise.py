@@ -129,9 +129,6 @@ def parameters_for(case: str) -> list[nn.Parameter]:
     return made
 
 
-# ---- those that are
-
-
 def test_every_optimizer_of_torch_is_at_the_start_and_in_the_middle_of_training():
     for case, make in CASES.items():
         parameters = parameters_for(case)
@@ -145,16 +142,15 @@ def test_every_optimizer_of_torch_is_at_the_start_and_in_the_middle_of_training(
         assert (saved(optimizer.state_dict()), saved(parameters)) == before, case
 
 
-class ByName(Own):
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for name, p in zip(group["param_names"], group["params"], strict=True):
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=0.5 if name.endswith("bias") else 0.25)
+def test_those_with_parameters_and_names_of_all_kinds():
+    class ByName(Own):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            for group in self.param_groups:
+                for name, p in zip(group["param_names"], group["params"], strict=True):
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=0.5 if name.endswith("bias") else 0.25)
 
-
-def test_those_with_parameters_names_and_state_of_all_kinds():
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
         assert why_not_layer_local(torch.optim.AdamW(some(dtype), lr=1e-9)) is None, dtype
     assert why_not_layer_local(ByName(nn.Linear(2, 3).named_parameters())) is None
@@ -260,9 +256,6 @@ def test_one_whose_parameters_cannot_be_exchanged():
     assert "property 'state'" in (why_not_layer_local(optimizer) or "")
 
 
-# ---- without side effects
-
-
 class Hook:
     """It cannot be copied, and must not be called."""
 
@@ -297,11 +290,12 @@ def test_nothing_of_the_user_is_touched_and_no_hook_runs_or_is_copied():
         drawn = torch.get_rng_state().tolist(), random.getstate()
         return [saved(model.state_dict()), versions, drawn, dict(vars(optimizer)), [*optimizer.notes], optimizer.calls]
 
+    adam = torch.optim.AdamW(some())
     before = all_of_it()
     handles = register_optimizer_step_pre_hook(Hook()), register_optimizer_step_post_hook(Hook())
     try:
         assert why_not_layer_local(optimizer) in (RANDOM, CHANGES_ATTRIBUTES, OTHER_BITS), "it was tried"
-        assert why_not_layer_local(torch.optim.AdamW(some())) is None
+        assert why_not_layer_local(adam) is None
     finally:
         for handle in handles:
             handle.remove()
@@ -333,17 +327,6 @@ def gradient_for(case: str, p: torch.Tensor, number: int) -> torch.Tensor:
     return gradient.to_sparse(1) if case == "sparse adam" else gradient
 
 
-def outcome(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """All that a step leaves; bytes, so that NaNs are equal to themselves."""
-    numbers = {p: number for number, p in enumerate(parameters)}
-    return {
-        "weights": saved([p.detach() for p in parameters]),
-        "versions": [p._version for p in parameters],
-        "order": [(numbers[p], list(state)) for p, state in optimizer.state.items()],
-        "state dict": saved(optimizer.state_dict()),
-    }
-
-
 def train(case: str, having: list[set[int]], parts: list[list[list[int]]] | None) -> dict[str, object]:
     """Train by whole steps, or by `parts` of parameters; `having` says which have a gradient in which step."""
     parameters = parameters_for(case)
@@ -363,7 +346,13 @@ def train(case: str, having: list[set[int]], parts: list[list[list[int]]] | None
         advance()
         for part in parts[step]:
             split.run([parameters[n] for n in part])
-    return outcome(parameters, optimizer)
+    numbers = {p: number for number, p in enumerate(parameters)}
+    return {
+        "weights": saved([p.detach() for p in parameters]),  # bytes, so that NaNs are equal to themselves
+        "versions": [p._version for p in parameters],
+        "order": [(numbers[p], list(state)) for p, state in optimizer.state.items()],
+        "state dict": saved(optimizer.state_dict()),
+    }
 
 
 @st.composite

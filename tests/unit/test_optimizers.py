@@ -36,9 +36,6 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-# ---- several optimizers
-
-
 def test_a_resized_model_trains_with_a_new_optimizer():
     """Although the old one is still alive."""
     model, eps, old, _ = attach(tiny_bert(layers=2))
@@ -104,9 +101,6 @@ def test_optimizers_of_the_same_masters_may_take_turns(mode):
     assert_same_tensors(*found)
 
 
-# ---- steps as a whole
-
-
 class Whole(torch.optim.SGD):
     """Divides by the norm of all gradients: it cannot be split."""
 
@@ -131,11 +125,6 @@ def test_an_optimizer_that_cannot_be_split_steps_as_a_whole():
             optimizer.step()
         found.append(weights_of(model))
     assert_same_tensors(*found)
-    for options in ({"eps_update": "eager"}, {"grad_dtype": "16bit"}, {"moment_dtype": "bf16"}):
-        model = Toy()
-        eps = attach_l2l(model, config_for(model, **options))
-        with pytest.raises(ValueError, match="Whole cannot update one layer"):
-            eps.wrap(Whole(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("mode", ["deferred", *more("serial")])
@@ -149,35 +138,22 @@ def test_a_closure_runs_the_model_inside_the_step(mode):
         before = weights_of(model)
         assert optimizer.step(lambda: train_once(model, batch))
         assert not torch.equal(model.blocks[0].up.weight, before["blocks.0.up.weight"])
-    for option in ({"grad_dtype": "16bit"}, {"moment_dtype": "bf16"}):
-        model, _, optimizer, batch = attach(**option)
-        train_once(model, batch)
-        with pytest.raises(ValueError, match="takes no closure"):
-            optimizer.step(lambda: torch.tensor(0.0))
 
 
-# ---- what eager updates refuse
-
-
-TOO_LATE: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "torch's clipping": (
-        lambda m, *_: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-        RuntimeError,
-        r"\.grad_norm\(\)",
-    ),
-    "clipping": (lambda m, eps, *_: eps.clip_grad_norm_(1.0), ValueError, "deferred"),
-    "gradients that are dropped": (lambda m, *_: m.zero_grad(), RuntimeError, r"eps\.grad_norm\(\)"),
-    "a gradient that is read": (lambda m, *_: m.head.weight.grad, RuntimeError, r"eps\.grad_norm\(\)"),
-    "a backward that was not announced": (lambda m, e, o, b: train_once(m, b), RuntimeError, r"eps\.accumulate\(\)"),
-    "a new optimizer": (lambda m, eps, *_: eps.wrap(sgd(m.parameters(), 1e-9)).step(), RuntimeError, r"eps\.wrap"),
+TOO_LATE: dict[str, tuple[Callable[..., Any], str]] = {
+    "torch's clipping": (lambda m, *_: nn.utils.clip_grad_norm_(m.parameters(), 1.0), r"eps\.grad_norm\(\)"),
+    "gradients that are dropped": (lambda m, *_: m.zero_grad(), r"eps\.grad_norm\(\)"),
+    "a gradient that is read": (lambda m, *_: m.head.weight.grad, r"eps\.grad_norm\(\)"),
+    "a backward that was not announced": (lambda m, e, o, b: train_once(m, b), r"eps\.accumulate\(\)"),
+    "a new optimizer": (lambda m, eps, *_: eps.wrap(sgd(m.parameters(), 1e-9)).step(), r"eps\.wrap"),
 }
 
 
 def test_eager_updates_refuse_what_comes_too_late():
-    for what, (use, error, says) in TOO_LATE.items():
+    for what, (use, says) in TOO_LATE.items():
         model, eps, optimizer, batch = attach(eps_update="eager")
         train_once(model, batch)
-        with pytest.raises(error, match=says):
+        with pytest.raises(RuntimeError, match=says):
             use(model, eps, optimizer, batch)
         if what == "a gradient that is read":
             assert eps.grad_norm() > 0
@@ -187,43 +163,29 @@ def test_eager_updates_refuse_what_comes_too_late():
 
 def test_a_step_of_eager_updates_is_refused_that_would_not_be_what_was_done():
     """With hyper-parameters that have changed, with a hook, or with gradients that came around the EPS."""
-    model, _, optimizer, batch = attach(eps_update="eager")
-    train_once(model, batch)
-    optimizer.param_groups[0]["lr"] = 1.0
-    with pytest.raises(RuntimeError, match="hyper-parameters"):
-        optimizer.step()
-
-    model, _, optimizer, batch = attach(eps_update="eager")
-    optimizer.register_step_pre_hook(lambda *args: None)
-    train_once(model, batch)
-    with pytest.raises(RuntimeError, match="hook"):
-        optimizer.step()
-
-    model, _, optimizer, batch = attach(eps_update="eager")
-    train_once(model, batch)
-    next(model.blocks[0].parameters()).sum().backward()
-    with pytest.raises(RuntimeError, match=r"has updated blocks\.0\.norm\.weight"):
-        optimizer.step()
+    for change, says in (
+        (lambda m, optimizer: optimizer.param_groups[0].update(lr=1.0), "hyper-parameters"),
+        (lambda m, optimizer: optimizer.register_step_pre_hook(lambda *args: None), "hook"),
+        (lambda m, optimizer: m.blocks[0].norm.weight.sum().backward(), r"has updated blocks\.0\.norm\.weight"),
+    ):
+        model, _, optimizer, batch = attach(eps_update="eager")
+        train_once(model, batch)
+        change(model, optimizer)
+        with pytest.raises(RuntimeError, match=says):
+            optimizer.step()
     with pytest.raises(EngineFailedError):
         model(**batch)
-
     model = Toy()
     attach_l2l(model, config_for(model, eps_update="eager"))
     with pytest.raises(RuntimeError, match=r"eps\.wrap"):
         train_once(model, batch)
 
 
-# ---- what is refused in all modes
-
-
-def test_optimizers_with_closures_and_of_other_parameters_are_refused():
+def test_an_optimizer_that_has_parameters_of_another_model_too_is_refused():
     model, other = Toy(), nn.Linear(5, 7)
-    eps = attach_l2l(model, config_for(model))
-    with pytest.raises(ValueError, match="LBFGS"):
-        eps.wrap(torch.optim.LBFGS(model.parameters()))
     foreign = sgd([*other.parameters(), *model.head.parameters()])
     with pytest.raises(ValueError, match=r"2 others of 4, the first of shape \[7, 5\]"):
-        eps.wrap(foreign)
+        attach_l2l(model, config_for(model)).wrap(foreign)
     assert not foreign._optimizer_step_post_hooks
 
 
@@ -267,29 +229,11 @@ def test_parameters_that_changed_shape_are_refused():
 # ---- LAMB is algorithm 2 of arXiv:1904.00962, and an optimizer like torch's own
 
 
-def by_the_paper(
-    w: torch.Tensor, gradients: list[torch.Tensor], lr: float, betas: Any, eps: float, decay: float
-) -> Any:
-    """The formulas of algorithm 2, in float64."""
-    w, m, v = w.double(), torch.zeros_like(w.double()), torch.zeros_like(w.double())
-    for t, g in enumerate((gradient.double() for gradient in gradients), start=1):
-        m = betas[0] * m + (1 - betas[0]) * g
-        v = betas[1] * v + (1 - betas[1]) * g**2
-        r = (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-        update = r + decay * w
-        phi, norm = (w**2).sum().sqrt(), (update**2).sum().sqrt()
-        w = w - lr * (phi / norm if phi > 0 and norm > 0 else 1.0) * update
-    return w
-
-
 def steps(p: torch.nn.Parameter, optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
     for gradient in gradients:
         p.grad = gradient.clone()
         optimizer.step()
         assert torch.equal(p.grad, gradient)
-
-
-# ---- the algorithm
 
 
 @settings(deadline=None, max_examples=times(40, 200))
@@ -307,30 +251,33 @@ def test_weights_are_those_of_the_paper(shape, dtype, lr, betas, eps, decay, zer
     generator = torch.Generator().manual_seed(seed)
     p = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype) * (0.0 if zero else 3.0))
     gradients = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(6)]
-    expected = by_the_paper(p.detach(), gradients, float(lr), betas, eps, decay)
+    w, m, v = p.detach().double(), torch.zeros(shape).double(), torch.zeros(shape).double()
+    for t, g in enumerate((gradient.double() for gradient in gradients), start=1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        update = (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps) + decay * w
+        phi, norm = (w**2).sum().sqrt(), (update**2).sum().sqrt()
+        w = w - float(lr) * (phi / norm if phi > 0 and norm > 0 else 1.0) * update
     steps(p, Lamb([p], lr=lr, betas=betas, eps=eps, weight_decay=decay), gradients)
-    error = (p.detach().double() - expected).norm() / expected.norm()
+    error = (p.detach().double() - w).norm() / w.norm()
     assert error <= (1e-5 if dtype == torch.float32 else 1e-12)
 
 
-def timm_lamb() -> Any:
-    """The class, of a module that needs torch only; the package itself asks for torchvision when it is imported."""
+def test_weights_are_those_of_timm():
+    """Without the clipping that is a part of it, and with ratios for all parameters, as the paper has them. Of its
+    module, which needs torch only; the package itself asks for torchvision when it is imported."""
     found = importlib.util.find_spec("timm")
     if found is None or not found.submodule_search_locations:
         pytest.skip("needs timm")
     package: Any = types.ModuleType("timm_optim")
     package.__path__ = [str(Path(found.submodule_search_locations[0]) / "optim")]
     with mock.patch.dict(sys.modules, {"timm_optim": package}):
-        return importlib.import_module("timm_optim.lamb").Lamb
-
-
-def test_weights_are_those_of_timm():
-    """Without the clipping that is a part of it, and with ratios for all parameters, as the paper has them."""
+        theirs_of = importlib.import_module("timm_optim.lamb").Lamb
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((7, 5), (5,), (3, 1, 2))]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     same: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 1.0}
-    their_lamb = timm_lamb()(theirs, **same, max_grad_norm=None, always_adapt=True, foreach=True)
+    their_lamb = theirs_of(theirs, **same, max_grad_norm=None, always_adapt=True, foreach=True)
     optimizers = (Lamb(ours, **same), their_lamb)
     for _ in range(20):
         for p, q in zip(ours, theirs, strict=True):
@@ -346,9 +293,6 @@ def test_norms_of_16_bit_weights_are_taken_in_float32():
     p = torch.nn.Parameter(torch.full((2**20,), 100.0, dtype=torch.float16))  # of a norm too large for 16 bits
     steps(p, Lamb([p], lr=0.5, weight_decay=0.0, eps=1e-4), [torch.ones(2**20, dtype=torch.float16)])
     assert p.dtype == torch.float16 and (p.detach() - 50).abs().max() <= 0.1
-
-
-# ---- an optimizer like torch's own
 
 
 def test_the_state_is_like_that_of_torchs_adam():
@@ -386,19 +330,8 @@ def test_one_temporary_tensor_at_a_time():
 
 
 def test_what_is_out_of_range_is_refused():
-    for options in (
-        {"lr": -1.0},
-        {"lr": math.nan},
-        {"lr": torch.ones(2)},
-        {"eps": -1e-8},
-        {"weight_decay": math.inf},
-        {"betas": (0.9, 1.0)},
-        {"betas": (-0.1, 0.9)},
-        {"betas": (0.9,)},
-    ):
+    for options in ({"lr": math.nan}, {"eps": -1e-8}, {"weight_decay": math.inf}, {"betas": (0.9,)}):
         [name], p = options, torch.nn.Parameter(torch.ones(2))
-        with pytest.raises(ValueError, match=name):
-            Lamb([p], **options)
         with pytest.raises(ValueError, match=name):
             Lamb([torch.nn.Parameter(torch.ones(2))]).add_param_group({"params": [p], **options})
 

@@ -35,6 +35,7 @@ from hf_l2l.stash.tiers import Tiers
 from memory_switches import forced_copies
 from models import Toy
 from rank_pool import forked_context
+from runs import assert_same_tensors
 from tiers import times
 
 GIB = 2**30
@@ -71,17 +72,22 @@ def choice(of: Tiers, needed: float) -> str:
     return of.tier_of(of_bytes(needed // 10))
 
 
-def test_each_of_several_devices_takes_the_inputs_of_its_own_layers(apart, made):
-    """Of 10 layers, one of 4 devices has at most 3; an eighth of the device, three quarters of the host."""
-    of = made(devices=4)
-    sizes = (10 / 3 * GIB, 3.35 * GIB, 30 * GIB, 30.01 * GIB)
-    assert [choice(of, size) for size in sizes] == ["device", "host", "host", "disk"]
-
-
-def test_what_the_first_step_will_take_is_left_free(apart, made):
-    of = made(to_come=20 * GIB)
-    assert [choice(of, size) for size in (15 * GIB, 15.01 * GIB, 30 * GIB)] == ["host", "disk", "disk"]
-    assert choice(made(to_come=50 * GIB), 2 * GIB) == "disk"
+def test_the_first_place_that_it_fits_is_taken(apart, made, monkeypatch):
+    for options, expected in (
+        # Of 10 layers, one of 4 devices has at most 3; an eighth of the device, three quarters of the host.
+        ({"devices": 4}, {10 / 3: "device", 3.35: "host", 30: "host", 30.01: "disk"}),
+        # What the first step will take is left free.
+        ({"to_come": 20 * GIB}, {15: "host", 15.01: "disk", 30: "disk"}),
+        ({"to_come": 50 * GIB}, {2: "disk"}),
+        ({"boundary": "host"}, {1: "host", 31: "disk"}),
+        *(({"stash": stash}, {1e-9: stash, 99: stash}) for stash in ("device", "host", "disk")),
+    ):
+        of = made(**options)
+        assert {size: choice(of, size * GIB) for size in expected} == expected, options
+    monkeypatch.setattr(stream, "memory_of", lambda device: None)
+    assert [choice(made(), size) for size in (1, 31 * GIB)] == ["host", "disk"], "a place may be missing"
+    monkeypatch.setattr(tiers, "can_spill", lambda: False)
+    assert choice(made(), 31 * GIB) == "host"
 
 
 def test_host_memory_that_the_stash_has_already_counts_as_free(apart, made, monkeypatch):
@@ -100,31 +106,17 @@ def test_host_memory_that_the_stash_has_already_counts_as_free(apart, made, monk
     assert [choice(of, size) for size in (7.4 * 2**20, 7.6 * 2**20, 15 * 2**20)] == ["host", "disk", "disk"]
 
 
-def test_where_a_place_is_missing_the_next_one_is_taken(apart, made, monkeypatch):
-    of = made(boundary="host")
-    assert [choice(of, size) for size in (GIB, 31 * GIB)] == ["host", "disk"]
-    monkeypatch.setattr(stream, "memory_of", lambda device: None)
-    assert [choice(made(), size) for size in (1, 31 * GIB)] == ["host", "disk"]
-    monkeypatch.setattr(tiers, "can_spill", lambda: False)
-    assert choice(made(), 31 * GIB) == "host"
-
-
 def test_the_first_layer_input_decides_for_a_forward(apart, made):
     of = made()
     of.start_forward()
     assert [of.tier_of(of_bytes(size)) for size in (4 * GIB, 1)] == ["disk", "disk"]
     of.start_forward()
     assert [of.tier_of(of_bytes(size)) for size in (1, 4 * GIB)] == ["device", "device"]
-    for stash in ("device", "host", "disk"):
-        assert choice(made(stash), 1) == choice(made(stash), 99 * GIB) == stash, "what was asked for"
 
 
 def test_where_memory_is_shared_only_a_file_is_another_place(made):
     assert [choice(made(stash), 99 * GIB) for stash in ("device", "host", "auto", "disk")] == ["device"] * 3 + ["disk"]
     assert made().file is None
-
-
-# ---- when rows are there
 
 
 def test_rows_have_the_point_of_their_copy():
@@ -168,9 +160,6 @@ def files(folder: Path) -> list[Path]:
 
 def filled(room: Room, value: float, count: int) -> torch.Tensor:
     return room.tensor_like(torch.empty(count)).fill_(value)
-
-
-# ---- the file
 
 
 def test_the_file_is_private_has_its_space_and_is_outlived_by_tensors(tmp_path):
@@ -268,9 +257,6 @@ def test_a_file_that_is_taken_for_one_left_behind_is_made_again(tmp_path, monkey
     assert len(calls) == 5 and len(files(tmp_path)) == 1
 
 
-# ---- rooms
-
-
 _SIZES = st.lists(st.integers(0, 40_000), min_size=1, max_size=12)
 
 
@@ -321,26 +307,17 @@ def test_rows_are_read_ahead_where_they_are(tmp_path, monkeypatch):
     assert [start for start, _, _ in advice] == [2**20, 2**20 + half]
 
 
-# ---- what is wrong with a folder
-
-
-def refused(folder: object, reason: str) -> None:
+def test_a_folder_that_refuses(tmp_path, monkeypatch):
+    """Not writable, read-only, full, over its quota, a network mount without locks, one without maps, one whose locks
+    are always taken; or a file."""
     model = Toy(2)
     before = {name: p.clone() for name, p in model.state_dict().items()}
-    with pytest.raises(ValueError, match="spill_dir") as error:
-        attach_l2l(model, L2LConfig(stash="disk", spill_dir=folder, layer_classes=("Block",)))
-    assert reason in str(error.value)
-    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
-    attach_l2l(model, L2LConfig(layer_classes=("Block",)))
 
+    def assert_refused(folder: Path, reason: str) -> None:
+        with pytest.raises(ValueError, match="spill_dir") as error:
+            attach_l2l(model, L2LConfig(stash="disk", spill_dir=folder, layer_classes=("Block",)))
+        assert reason in str(error.value)
 
-def test_a_folder_that_refuses(tmp_path, monkeypatch):
-    """Missing, a file, not writable, read-only, full, over its quota, a network mount without locks, one without
-    maps, one whose locks are always taken."""
-    (tmp_path / "file").write_text("")
-    for name, number in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):
-        refused(tmp_path / name, os.strerror(number))
-    (tmp_path / "file").unlink()
     for module, function, *numbers in (
         ("os", "open", errno.EACCES, errno.EROFS),
         ("os", "scandir", errno.EACCES),
@@ -352,17 +329,16 @@ def test_a_folder_that_refuses(tmp_path, monkeypatch):
             says = os.strerror(number) if number != errno.EWOULDBLOCK else "always locked by something else"
             with monkeypatch.context() as patch:
                 patch.setattr(getattr(spill, module), function, Mock(side_effect=OSError(number, os.strerror(number))))
-                refused(tmp_path, says)
+                assert_refused(tmp_path, says)
             assert files(tmp_path) == [], (function, number)
+    (tmp_path / "file").write_text("")
+    assert_refused(tmp_path / "file", os.strerror(errno.ENOTDIR))
+    assert_same_tensors(model.state_dict(), before)
+    attach_l2l(model, L2LConfig(layer_classes=("Block",)))
 
 
-def test_a_system_without_locks_and_a_folder_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(spill, "is_in_memory", lambda folder: folder == str(tmp_path))
-    with pytest.warns(UserWarning, match="spill_dir is in host memory"):
-        SpillFile(tmp_path, 1).check()
+def test_a_system_without_locks_has_no_stash_on_disk_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(spill, "fcntl", None)
-    with pytest.raises(ValueError, match="stash='host'"):
-        SpillFile(tmp_path, 1).check()
     attach_l2l(Toy(1), L2LConfig(stash="auto", spill_dir=tmp_path, layer_classes=("Block",)))
 
 

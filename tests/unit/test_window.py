@@ -52,8 +52,7 @@ class SlowDisk:
 
 
 class Waited:
-    def __init__(self) -> None:
-        self.is_over = False
+    is_over = False
 
     def done(self) -> bool:
         return self.is_over
@@ -167,9 +166,6 @@ def test_two_updates_do_not_hold_more_than_fits():
     first.join()
     second.join()
     assert order == ["large", "large ended", "other", "other ended"] and window.peak <= 10
-
-
-# ---- files
 
 
 def test_values_stay_when_the_memory_is_freed_and_tensors_keep_the_file(tmp_path, monkeypatch):

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,7 +84,7 @@ def test_threads_within_an_operation_are_bounded_and_the_callers_stay(asked):
     worker.close()
 
 
-def fail() -> None:
+def fail(*_: Any) -> Any:
     raise KeyError("broken")
 
 
@@ -147,14 +149,10 @@ def test_of_many_waits_one_raises_the_failure_itself():
 
 def test_an_exception_without_words_is_told_too(worker):
     class Unprintable(Exception):
-        def __str__(self) -> str:
-            raise ValueError("no words")
-
-    def fail() -> None:
-        raise Unprintable
+        __str__ = fail
 
     with pytest.raises(Unprintable):
-        submitted(worker, fail).wait("it fails")
+        submitted(worker, Mock(side_effect=Unprintable)).wait("it fails")
     with pytest.raises(EngineFailedError, match="Unprintable"):
         worker.check()
 
@@ -201,57 +199,47 @@ def test_a_failure_ends_the_work_of_both_threads():
     with pytest.raises(KeyError):
         submitted(worker, fail).wait("it fails")
     failed.set()
-    with pytest.raises(EngineFailedError):
-        beside.wait("it was under way")
-    with pytest.raises(EngineFailedError):
-        submitted(worker, lambda: ran.append("begun after"))
+    for use in (lambda: beside.wait("it was under way"), lambda: submitted(worker, lambda: ran.append("after"))):
+        with pytest.raises(EngineFailedError):
+            use()
     worker.close()
     assert ran == ["begun before"]
 
 
+def test_what_has_not_begun_when_it_is_closed_never_runs():
+    worker, ran = Worker(), []
+    for work in (lambda: time.sleep(0.2), *[lambda: ran.append(1)] * 5):
+        submitted(worker, work)
+    worker.close()
+    assert not worker.lives and not ran
+
+
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("count", [2, *more(1)])
-def test_a_failure_keeps_nothing_alive(count):
+def test_threads_end_with_the_worker_and_a_failure_keeps_nothing_alive(count, fails):
     """The exception refers to the frames it went through."""
 
     class Held:
         pass
 
     before, worker, held = own_threads(), Worker(count), Held()
+    assert not worker.lives, "none before there is work"
 
-    def broken(of: Held = held, by: Worker = worker) -> None:
-        raise KeyError(f"{of} {by}")
+    def work(of: Held = held, by: Worker = worker) -> None:
+        if fails:
+            raise KeyError(f"{of} {by}")
 
-    task = submitted(worker, broken)
-    with pytest.raises(KeyError):
-        task.wait("it fails")
+    task = submitted(worker, work)
+    with pytest.raises(KeyError) if fails else nullcontext():
+        task.wait("it has begun")
     threads, gone = own_threads() - before, weakref.ref(held)
-    assert len(threads) == count
-    del worker, held, task, broken
+    assert len(threads) == count and all(thread.daemon for thread in threads)
+    assert fails or all(thread.is_alive() for thread in threads)
+    del worker, held, task, work
     gc.collect()
-    for thread in threads:
+    for thread in threads if fails else ():
         thread.join(60.0)
     assert gone() is None and not any(thread.is_alive() for thread in threads)
-
-
-def test_what_has_not_begun_when_it_is_closed_never_runs():
-    worker, ran = Worker(), []
-    submitted(worker, lambda: time.sleep(0.2))
-    for _ in range(5):
-        submitted(worker, lambda: ran.append(1))
-    worker.close()
-    assert not worker.lives and not ran
-
-
-@pytest.mark.parametrize("count", [2, *more(1)])
-def test_threads_end_with_the_worker(count):
-    before, worker = own_threads(), Worker(count)
-    assert not worker.lives, "none before there is work"
-    submitted(worker, lambda: None).wait("it has begun")
-    threads = own_threads() - before
-    assert len(threads) == count and all(thread.is_alive() and thread.daemon for thread in threads)
-    del worker
-    gc.collect()
-    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX systems")
