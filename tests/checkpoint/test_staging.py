@@ -59,40 +59,27 @@ def test_a_commit_puts_a_folder_in_its_place(tmp_path):
     assert (target / "weights").read_text() == "new"
 
 
-EIO = OSError(errno.EIO, "Input/output error")
-
-
-def rename_fails(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    rename = os.rename
+@pytest.mark.parametrize("fails", ["writing", "rename", "sync"])
+def test_an_error_leaves_what_was_there(tmp_path, monkeypatch, fails):
+    """While files are written, or within the commit; or nobody knows whether the new name is on the disk."""
+    rename, eio = os.rename, OSError(errno.EIO, "Input/output error")
 
     def second_fails(source: Any, target: Any) -> None:
-        if Path(source).name == "checkpoint-2" and Path(source).parent != folder:
-            raise EIO
+        if Path(source).name == "checkpoint-2" and Path(source).parent != tmp_path:
+            raise eio
         rename(source, target)
 
-    patch.setattr(os, "rename", second_fails)
-
-
-def sync_fails(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Nobody knows whether the new name is on the disk."""
-
     def sync(synced: Path) -> None:
-        if synced == folder:
-            raise EIO
+        if synced == tmp_path:
+            raise eio
 
-    patch.setattr(staging, "sync_folder", sync)
-
-
-@pytest.mark.parametrize("fails", [None, rename_fails, sync_fails])
-def test_an_error_leaves_what_was_there(tmp_path, monkeypatch, fails):
-    """While files are written, or within the commit."""
     write(tmp_path / "checkpoint-2", "old")
-    expected = CheckpointSaveError if fails else KeyboardInterrupt
+    expected = KeyboardInterrupt if fails == "writing" else CheckpointSaveError
     with monkeypatch.context() as patch, pytest.raises(expected), staged(tmp_path / "checkpoint-2") as each:
         write(each.folder, "new")
-        if fails is None:
+        if fails == "writing":
             raise KeyboardInterrupt
-        fails(patch, tmp_path)
+        patch.setattr(*((os, "rename", second_fails) if fails == "rename" else (staging, "sync_folder", sync)))
         each.commit()
     assert names(tmp_path) == ["checkpoint-2"] and (tmp_path / "checkpoint-2" / "weights").read_text() == "old"
 

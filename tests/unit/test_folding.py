@@ -113,7 +113,7 @@ def test_the_last_step_of_an_epoch_may_have_fewer_batches_and_rows(tmp_path, is_
     options = {"data": Streamed(ragged(12))} if is_streamed else {"data": ragged(14), "max_steps": -1}
     folded, apart = pair(tmp_path, num_train_epochs=2, **options)
     seen = forwards(folded)
-    train(folded)
+    assert told(folded) or is_streamed
     assert is_streamed or sum(seen) == 2 * 14 + 16, "every row in both epochs, and the first step twice more"
     assert folded.state.global_step == apart.state.global_step == (3 if is_streamed else 4)
     assert_folded(folded, apart)
