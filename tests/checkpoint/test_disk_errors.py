@@ -11,11 +11,13 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import left_over
+from hf_l2l import detach_l2l
 from hf_l2l.checkpoint.finding import newest_whole
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, bytes_to_save
@@ -70,35 +72,26 @@ class FaultError(Exception):
     pass
 
 
-def in_values(patch: pytest.MonkeyPatch, error: Exception, step: int) -> None:
-    write_fails(
-        patch, error, lambda region: f"checkpoint-{step}-" in str(region.file) and region.values.numel() > 1000
-    )
-
-
-def in_commit(patch: pytest.MonkeyPatch, error: Exception, step: int) -> None:
-    commit = Staging.commit
-
-    def broken(staging: Staging) -> None:
-        if staging.target.name == f"checkpoint-{step}":
-            raise error
-        commit(staging)
-
-    patch.setattr(Staging, "commit", broken)
-
-
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(
-    ("install", "step", "error"), [(in_values, 4, FaultError("broken")), (in_commit, 3, NO_SPACE)]
-)
+@pytest.mark.parametrize(("step", "error"), [(4, FaultError("in values")), (3, NO_SPACE)], ids=["values", "commit"])
 def test_an_error_in_the_background_ends_the_training_at_the_next_step_or_at_its_end(
-    tmp_path, monkeypatch, whole, install, step, error
+    tmp_path, monkeypatch, whole, step, error
 ):
+    name, commit = f"checkpoint-{step}", Staging.commit
+
+    def broken(staging: Staging) -> None:
+        if staging.target.name == name:
+            raise error
+        commit(staging)
+
     made, before = saving(tmp_path, **LATER), set(savers())
     with monkeypatch.context() as patch:
-        install(patch, error, step)
+        if error is NO_SPACE:
+            patch.setattr(Staging, "commit", broken)
+        else:
+            write_fails(patch, error, lambda region: f"{name}-" in str(region.file) and region.values.numel() > 1000)
         with pytest.raises(CheckpointSaveError if error is NO_SPACE else FaultError) as told:
             made.train()
     assert told.value is error or told.value.errno == errno.ENOSPC
@@ -107,24 +100,19 @@ def test_an_error_in_the_background_ends_the_training_at_the_next_step_or_at_its
     assert_resumed(tmp_path, step - 1, whole)
 
 
-def update_fails(patch: pytest.MonkeyPatch, made: Any, after: int) -> None:
-    """That of the first layer."""
-    carry_out, victim = updates.carry_out, made.model.bert.encoder.layer[0].output.dense.weight
+def test_an_update_that_fails_leaves_no_checkpoint_of_its_step(tmp_path, monkeypatch, whole):
+    """The one that is written meanwhile has the values from before all updates."""
+    made, carry_out = saving(tmp_path, **LATER), updates.carry_out
+    victim = made.model.bert.encoder.layer[0].output.dense.weight
 
     def broken(part: Any, masters: Any, *rest: Any) -> None:
-        if made.state.global_step >= after and any(m.parameter is victim for m in masters):
+        if made.state.global_step >= 2 and any(m.parameter is victim for m in masters):
             raise FaultError("no update")
         carry_out(part, masters, *rest)
 
-    patch.setattr(updates, "carry_out", broken)
-
-
-def test_an_update_that_fails_leaves_no_checkpoint_of_its_step(tmp_path, monkeypatch, whole):
-    """The one that is written meanwhile has the values from before all updates."""
-    made = saving(tmp_path, **LATER)
     with monkeypatch.context() as patch:
         SlowDisk(patch)
-        update_fails(patch, made, 2)
+        patch.setattr(updates, "carry_out", broken)
         with pytest.raises(FaultError) as told:
             made.train()
     assert "layer.0" in " ".join(told.value.__notes__) and made.state.global_step in (2, 3)
@@ -186,27 +174,23 @@ def test_a_checkpoint_that_was_begun_is_finished_when_the_training_is_interrupte
     assert_same_checkpoints(tmp_path / "run", tmp_path / "expected")
 
 
-class _Rows(torch.utils.data.Dataset[Any]):
+class _Rows(list):
     """Rows, the 12th of which ends the worker that reads it."""
 
-    def __init__(self) -> None:
-        self.rows, self.read = rows(), 0
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    read = 0
 
     def __getitem__(self, number: int) -> Any:
         self.read += 1
         if self.read == 12:  # of this worker
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.rows[number]
+        return super().__getitem__(number)
 
 
 def test_a_worker_of_the_data_loader_that_is_killed(tmp_path, monkeypatch, whole):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # so long it waits for their end
     children = left_over.children()
     made = saving(tmp_path, **LATER, dataloader_num_workers=2)
-    made.train_dataset = _Rows()
+    made.train_dataset = _Rows(rows())
     words = r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"
     with pytest.raises(RuntimeError, match=words) as told:
         made.train()
@@ -218,17 +202,10 @@ def test_a_worker_of_the_data_loader_that_is_killed(tmp_path, monkeypatch, whole
     assert left_over.children() <= children
 
 
-# ---- errors of the program
-
-
 def test_errors_of_the_program_in_a_save_are_its_own_and_a_folder_that_vanishes_is_one_of_the_disk(tmp_path):
     for error in (ConnectionError("the server is away"), OSError("mine")):
-
-        def fails(trainer: Any, *args: Any, error: OSError = error, **kwargs: Any) -> None:
-            raise error
-
         with pytest.raises(OSError) as caught:
-            with_methods(saving(tmp_path), _save=fails).train()
+            with_methods(saving(tmp_path), _save=Mock(side_effect=error)).train()
         assert caught.value is error and left_in(tmp_path) == []
 
     def vanishes(trainer: Any, output_dir: str) -> None:
@@ -240,12 +217,23 @@ def test_errors_of_the_program_in_a_save_are_its_own_and_a_folder_that_vanishes_
 
 
 def test_an_error_after_a_save_does_not_replace_that_of_the_training(tmp_path, monkeypatch, caplog):
-    def refuse() -> None:
-        raise ValueError("a callback of ours failed")
-
-    made = saving(tmp_path, **{**LATER, "save_steps": 3}, callbacks=[At("on_save", 3, refuse)])
-    made.add_callback(At("on_step_begin", 3, stop))
+    refuses = At("on_save", 3, Mock(side_effect=ValueError("a callback of ours failed")))
+    made = saving(tmp_path, **{**LATER, "save_steps": 3}, callbacks=[refuses, At("on_step_begin", 3, stop)])
     SlowDisk(monkeypatch)
     with pytest.raises(Stopped):
         made.train()
     assert "a callback of ours failed" in caplog.messages and steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("workers", [1, *more(0, 2)])
+def test_trainings_with_checkpoints_leave_nothing(workers, tmp_path):
+    """Of steps alone: `tests/trainer/test_measure.py`."""
+    options = {**EACH_STEP, "eps_update": "deferred", "max_steps": 3, "save_total_limit": 2}
+    named, found = left_over.shared_memory(), []
+    for turn in range(4):
+        made = trained(tmp_path, **options, dataloader_num_workers=workers, l2l_async_save=turn % 2 == 0)
+        detach_l2l(made.model)
+        del made
+        found.append({**left_over.counts(), "names in /dev/shm": len(left_over.shared_memory() - named)})
+    left_over.assert_flat(found)
+    assert left_in(tmp_path) == ["checkpoint-2", "checkpoint-3"]

@@ -13,6 +13,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,20 +22,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from cli_models import ran, refused
 from hf_l2l.checkpoint import manifest
 from hf_l2l.checkpoint.finding import check_whole
+from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.checkpoint.staging import CheckpointSaveError
 from hf_l2l.optim import layerwise_step
-from hf_l2l.realtime import lock, trainer_part
+from hf_l2l.realtime import copying, lock, trainer_part
+from hf_l2l.realtime.copying import copy_newest
 from hf_l2l.realtime.lock import FolderLock
 from hf_l2l.realtime.schedule import Schedule
-from saving import At, Stopped, disk_is_full, saving, steps_in, stop, trained, write_fails
+from saving import At, Stopped, Synced, disk_is_full, no_space, saving, steps_in, stop, trained, write_fails
 from slow_disk import SlowDisk, assert_same_checkpoints
 from tiers import more
 from training import assert_same_run, plain_trainer, tiny_bert
 
 PLAIN: dict[str, Any] = {"save_strategy": "no"}
-LATER = {"eps_update": "deferred", "l2l_async_save": True}
 
 
 def realtime(folder: Path, **options: Any) -> Any:
@@ -103,37 +106,27 @@ def test_auto_begins_when_the_one_before_is_there(tmp_path, monkeypatch):
     assert steps_in(tmp_path / "now") == [2]
 
 
-# ---- errors
-
-
-def stale(*_: Any, **__: Any) -> Any:
-    raise OSError(116, "Stale file handle")
+STALE = OSError(116, "Stale file handle")
 
 
 @pytest.mark.parametrize("at", ["some values", *more("all values", "the folder", "an older one")])
 def test_a_training_goes_on_without_one_where_that_is_asked(tmp_path, monkeypatch, caplog, whole, at):
     """Whatever error of the system it is, without the name of a file; of several in a row, the first one is told."""
-
     made = realtime(tmp_path / "run", l2l_realtime_errors="warn", eps_update="deferred")
     if at == "the folder":
         made.args.l2l_realtime_checkpoint = "/proc/nowhere/now"
-    elif at.endswith("values"):
-        # Of the second step alone: an error that is told as a step ends puts the generation of that step off.
-        steps = ("-2-",) if at == "some values" else ("-",)
-        write_fails(
-            monkeypatch, OSError(116, "Stale"), lambda region: any(f"point{s}" in str(region.file) for s in steps)
-        )
+    elif at == "an older one":
+        monkeypatch.setattr(trainer_part, "remove", Mock(side_effect=STALE))
     else:
-        monkeypatch.setattr(trainer_part, "remove", stale)
+        # Of the second step alone: an error that is told as a step ends puts the generation of that step off.
+        name = "point-2-" if at == "some values" else "point-"
+        write_fails(monkeypatch, STALE, lambda region: name in str(region.file))
     hf.utils.logging.enable_propagation()
     made.train()
     told = {each for each in caplog.messages if "training goes on without a real-time checkpoint" in each}
     assert len(told) == {"some values": 1, "all values": 1, "an older one": 0}.get(at, len(told))
     assert_same_run(made, whole)
-    if at == "some values":
-        assert steps_in(tmp_path / "now") == [4]
-    if at == "all values":
-        assert steps_in(tmp_path / "now") == []
+    assert not at.endswith("values") or steps_in(tmp_path / "now") == ([4] if at == "some values" else [])
 
 
 def test_else_it_stops_with_one_sentence(tmp_path, monkeypatch):
@@ -142,7 +135,7 @@ def test_else_it_stops_with_one_sentence(tmp_path, monkeypatch):
         made.train()
     assert steps_in(tmp_path / "now") == [2] and check_whole(tmp_path / "now" / "checkpoint-2") is not None
     monkeypatch.undo()
-    write_fails(monkeypatch, OSError(116, "Stale file handle"), lambda region: True)
+    write_fails(monkeypatch, STALE, lambda region: True)
     with pytest.raises(CheckpointSaveError, match="Stale file handle"):
         realtime(tmp_path / "again", l2l_realtime_checkpoint=str(tmp_path / "other")).train()
 
@@ -156,9 +149,6 @@ def test_what_they_cost_is_logged_before_the_first_is_there_and_then(tmp_path, m
     assert "takes 1000 bytes/s" in before and "bytes/s" not in after
     first, then = (float(re.search(r"has ([\d.]+) KiB", text)[1]) for text in (before, after))
     assert first == pytest.approx(then, rel=0.05), "with its manifest, when it is there"
-
-
-# ---- the folder
 
 
 def test_those_of_another_training_are_refused_and_damaged_ones_stay(tmp_path, monkeypatch):
@@ -187,10 +177,10 @@ def test_what_is_left_there_leads_nowhere(tmp_path, caplog):
     (now / "l2l_realtime.lock").symlink_to(theirs / "new")
     for kind, tail in (("saving", "abcdefgh"), ("removing", "0123abcd")):
         link, before, file, within = (now / f"_l2l-{kind}-checkpoint-{n}-{tail}" for n in (6, 7, 8, 9))
-        link.symlink_to(theirs)
         for folder, name in ((before, "before"), (within, "checkpoint-9")):
             folder.mkdir()
             (folder / name).symlink_to(theirs)
+        link.symlink_to(theirs)
         file.write_text("no folder")
     made = realtime(tmp_path / "run", max_steps=2)
     with caplog.at_level("WARNING", "hf_l2l"):
@@ -201,12 +191,12 @@ def test_what_is_left_there_leads_nowhere(tmp_path, caplog):
     assert "no other training is kept from" in caplog.text
 
 
-def held_by_another(folder: Path) -> int:
-    """The number of a process that has the lock and lives on, as does a process of its own."""
+def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path):
+    """One that was killed holds nothing, though its workers live."""
     read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        held = FolderLock(folder)
+    first = os.fork()
+    if first == 0:
+        held = FolderLock(tmp_path / "now")
         if os.fork() > 0:
             os.write(write, b"held" if held else b"")
         time.sleep(120)
@@ -214,12 +204,6 @@ def held_by_another(folder: Path) -> int:
     os.close(write)
     assert os.read(read, 4) == b"held"
     os.close(read)
-    return child
-
-
-def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path):
-    """One that was killed holds nothing, though its workers live."""
-    first = held_by_another(tmp_path / "now")
     workers = Path(f"/proc/{first}/task/{first}/children").read_text().split()
     try:
         with pytest.raises(ValueError, match="to which another process writes"):
@@ -273,13 +257,10 @@ def test_options_that_cannot_be_honoured_are_refused(tmp_path, monkeypatch):
     realtime(tmp_path / "run", l2l_realtime_checkpoint="run/now")
 
 
-# ---- updates that go on when a step has ended
-
-
 def test_a_step_ends_while_its_updates_go_on(tmp_path, monkeypatch, whole):
     """They are made when the saving has been begun: a save that waited for them would wait for ever."""
     run, may_run, late = layerwise_step.Part.run, threading.Event(), []
-    made = saving(tmp_path / "later", **LATER)
+    made = saving(tmp_path / "later", eps_update="deferred", l2l_async_save=True)
     may_run.set()
     save, step = made._save_checkpoint, made.training_step
 
@@ -287,18 +268,10 @@ def test_a_step_ends_while_its_updates_go_on(tmp_path, monkeypatch, whole):
         late.append(not may_run.wait(timeout=30))
         run(part, *args)
 
-    def saved(*args: Any) -> None:
-        save(*args)
-        may_run.set()
-
-    def stepped(*args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = step(*args, **kwargs)
-        may_run.clear()  # those of this step wait
-        return loss
-
     with monkeypatch.context() as patch:
         patch.setattr(layerwise_step.Part, "run", slow)
-        made._save_checkpoint, made.training_step = saved, stepped
+        made._save_checkpoint = lambda *args: (save(*args), may_run.set())
+        made.training_step = lambda *args, **more: (step(*args, **more), may_run.clear())[0]  # updates wait
         made.train()
     assert late and not any(late)
     assert_same_checkpoints(tmp_path / "later", Path(whole.args.output_dir))
@@ -331,30 +304,16 @@ def test_buffers_and_state_are_those_of_the_step(tmp_path):
     assert [each["bert.embeddings.calls"][0].item() for each in saved] == [1.0, 2.0, 3.0]
 
 
-# ---- when they begin
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def played(every: Any, step_s: float, write_s: float, steps: int) -> tuple[Schedule, list[int], list[int]]:
-    """A training on a virtual clock: the steps at which generations begin, and how many steps a crash at the end of
-    each step loses, once there is a generation. With a number of steps, a step waits for the generation before."""
-    clock = Clock()
-    schedule = Schedule(every, 0, clock)
-    begun: list[int] = []
-    lost: list[int] = []
+@given(every=st.one_of(st.just("auto"), st.integers(1, 9)), step_s=st.integers(1, 20), write_s=st.integers(1, 60))
+def test_a_crash_loses_no_more_steps_than_were_said(every, step_s, write_s):
+    """On a virtual clock: at the end of any step, once there is a generation. With a number of steps, a step waits for
+    the generation before."""
+    now, begun, lost = [0.0], list[int](), list[int]()
+    schedule = Schedule(every, 0, lambda: now[0])
     ends, whole = None, None
-    for step in range(1, steps + 1):
-        clock.now += step_s
-        if ends is not None and clock.now >= ends:
+    for step in range(1, 201):
+        now[0] += step_s
+        if ends is not None and now[0] >= ends:
             schedule.end(step)
             ends, whole = None, begun[-1]
         if whole is not None:
@@ -362,18 +321,12 @@ def played(every: Any, step_s: float, write_s: float, steps: int) -> tuple[Sched
         schedule.made(step)
         if schedule.is_due(step):
             if ends is not None:
-                clock.now = ends
+                now[0] = ends
                 schedule.end(step)
                 whole = begun[-1]
             schedule.begin(step)
             begun.append(step)
-            ends = clock.now + write_s
-    return schedule, begun, lost
-
-
-@given(every=st.one_of(st.just("auto"), st.integers(1, 9)), step_s=st.integers(1, 20), write_s=st.integers(1, 60))
-def test_a_crash_loses_no_more_steps_than_were_said(every, step_s, write_s):
-    schedule, begun, lost = played(every, step_s, write_s, 200)
+            ends = now[0] + write_s
     assert begun
     assert max(lost, default=0) <= schedule.most_lost(step_s, write_s)
     if every != "auto" and write_s <= step_s * every:
@@ -382,16 +335,94 @@ def test_a_crash_loses_no_more_steps_than_were_said(every, step_s, write_s):
 
 def test_what_is_said_and_when_the_next_one_begins_after_a_failure():
     """The first step is not like others; there may be a generation at the end of an epoch, too."""
-    clock = Clock()
-    schedule = Schedule("auto", 0, clock)
+    now = [0.0]
+    schedule = Schedule("auto", 0, lambda: now[0])
     assert schedule.most_lost(2.0, 5.0) == 6  # three steps between two, and three until the next one is there
     assert schedule.bytes_per_day(10**9, 2.0, 5.0) == 10**9 * 86_400 / 6
     assert Schedule(10, 0).bytes_per_day(10**9, 2.0, 5.0) == 10**9 * 86_400 / 20
     for step, seconds in ((1, 5.0), (2, 0.25), (3, 0.75)):
-        clock.now += seconds
+        now[0] += seconds
         schedule.made(step)
         schedule.made(step)
     assert schedule.step_seconds() == 0.5
     schedule.begin(3)
     schedule.end(4, failed=True)
     assert (schedule.is_due(5), schedule.is_due(104)) == (False, True)
+
+
+# ---- `hf-l2l checkpoint`: the newest whole one, copied whole or not at all
+
+
+@pytest.fixture
+def live(whole: Any, tmp_path: Path) -> Path:
+    """The checkpoints of steps 2 and 4, to be changed."""
+    for step in (2, 4):
+        name = f"checkpoint-{step}"
+        shutil.copytree(Path(whole.args.output_dir) / name, tmp_path / "run" / name)
+    return tmp_path / "run"
+
+
+def test_the_newest_is_copied_and_plain_trainer_resumes_from_it(whole, live, tmp_path, capsys, monkeypatch):
+    """All files that it names are on the disk before it has its name."""
+    (live / "checkpoint-4" / "optimizer.pt").write_bytes(b"other")
+    with monkeypatch.context() as patch:
+        synced = Synced(patch)
+        found = ran(capsys, "checkpoint", str(live), str(tmp_path / "kept"))
+    (missing,) = synced.missing
+    assert missing <= {MANIFEST} and synced.names == [tmp_path.name]
+    assert found.status == 0 and "step 2" in found.out
+    assert_same_run(trained(tmp_path / "plain", plain_trainer, resumes=tmp_path / "kept"), whole)
+    source, manifest = copy_newest(live / "checkpoint-2", tmp_path / "new" / "kept")  # named
+    assert source == live / "checkpoint-2" and manifest == check_whole(tmp_path / "new" / "kept")
+
+
+def test_what_is_replaced_or_deleted_meanwhile(whole, live, tmp_path, monkeypatch):
+    """A training with l2l_realtime_every="auto" deletes a generation about as soon as it can be read: of one that is
+    gone before it was opened, the next one is copied."""
+    shutil.rmtree(live / "checkpoint-4")
+    named, copy = copying.files_in, copying.shutil.copyfileobj
+
+    def replaced(source: Path) -> Any:
+        if source.name == "checkpoint-2":
+            shutil.copytree(Path(whole.args.output_dir) / "checkpoint-4", live / "checkpoint-4")
+            shutil.rmtree(live / "checkpoint-2")
+        return named(source)
+
+    def deleted(*given: Any) -> None:
+        shutil.rmtree(live / "checkpoint-4", ignore_errors=True)
+        copy(*given)
+
+    monkeypatch.setattr(copying, "files_in", replaced)
+    monkeypatch.setattr(copying.shutil, "copyfileobj", deleted)
+    source, manifest = copy_newest(live, tmp_path / "kept")
+    assert source.name == "checkpoint-4" and manifest is not None and manifest == check_whole(tmp_path / "kept")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "run"]
+    with pytest.raises((FileNotFoundError, ValueError)):
+        copy_newest(live, tmp_path / "again")
+
+
+def test_bad_input_and_a_full_disk_are_one_sentence_and_leave_nothing(live, tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    kept, within = tmp_path / "kept", live / "checkpoint-2"
+    monkeypatch.setattr(copying.shutil, "copyfileobj", no_space)
+    for folder, target, says in (
+        (tmp_path / "none", kept, "FOLDER must be"),
+        (tmp_path / "empty", kept, "FOLDER must have"),
+        (live, tmp_path, "TARGET must not exist"),
+        (within, within / "part" / "kept", "TARGET must not be in"),
+        (live, kept, "No space left"),
+    ):
+        assert says in refused(capsys, "checkpoint", str(folder), str(target))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model.bin"])
+def test_one_that_somebody_has_made_up_is_not_copied(live, tmp_path, name):
+    """With a link in the place of a file, or of one that would be loaded and is not of the checkpoint."""
+    shutil.rmtree(live / "checkpoint-4")
+    (live / "checkpoint-2" / name).unlink(missing_ok=True)
+    (live / "checkpoint-2" / name).symlink_to("/etc/passwd")
+    for folder in (live, live / "checkpoint-2"):
+        with pytest.raises(ValueError, match="got"):
+            copy_newest(folder, tmp_path / "kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -7,30 +7,36 @@ before a call that changes its folder, or by the system in the middle of a file;
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import threading
+import traceback
 from collections.abc import Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 
 from benchmarks import kills
 from benchmarks.kill_points import SAVING, Ended, Fault, Training, cuts, end_of
-from hf_l2l.checkpoint.finding import check_whole, checkpoints_in, newest_of
+from hf_l2l.checkpoint.background import BackgroundSave
+from hf_l2l.checkpoint.finding import check_whole, checkpoints_in, newest_of, newest_whole
+from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError
+from hf_l2l.stash import spill
 from rank_pool import forked_context
-from saving import steps_in
+from saving import saving, steps_in, trained
 from tiers import more, nightly
 from training import left_in
-
-pytestmark = pytest.mark.usefixtures("imported")
 
 BOTH = ["checkpoint-4", "checkpoint-6"]
 
@@ -51,14 +57,14 @@ def killed(folder: Path, *, before: Path | None = None, **how: Any) -> bool:
     return found.killed_by is not None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
     """The process from which all are forked runs: it is the one of the tests' ranks, too."""
     forked_context()
 
 
 @pytest.fixture(scope="module")
-def before(imported: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training after four of six steps; what will be saved last is in the place of another one."""
     folder = tmp_path_factory.mktemp("before")
     finished(folder, seed=7, options={"save_steps": 6})
@@ -152,24 +158,10 @@ def test_the_resume_after_a_kill_is_killed(before, whole, tmp_path):
     assert_resumed(run, whole)
 
 
-# ---- generations
-
-
 def of_generations(run: Path, **options: Any) -> dict[str, Any]:
     """With a generation after each step, and no other checkpoint."""
     given = {"save_strategy": "no", "l2l_realtime_checkpoint": str(run / "now"), "l2l_realtime_every": 1}
     return {"options": {**given, **options}}
-
-
-def step_of_newest(run: Path) -> int:
-    """That of the last generation, which is whole, as are all others."""
-    assert_all_whole(run / "now")
-    return check_whole(newest_of([run / "now"])[0]).step
-
-
-def begun_before(calls: list[str], at: int) -> int:
-    """How many generations were begun before a call."""
-    return len({call.split("-")[3] for call in calls[: at - 1] if call.startswith("mkdir now/_l2l-saving-")})
 
 
 @nightly
@@ -185,8 +177,10 @@ def test_a_generation_is_killed_at_calls_that_change_files(tmp_path):
     for number, fault in enumerate(chosen):
         run = tmp_path / str(number)
         count += killed(run, fault=fault, **of_generations(run, eps_update="deferred"))
-        behind = begun_before(calls, fault.at) - 2
-        assert behind <= 0 or step_of_newest(run) >= behind
+        begun = {call.split("-")[3] for call in calls[: fault.at - 1] if call.startswith("mkdir now/_l2l-saving-")}
+        if len(begun) > 2:
+            assert_all_whole(run / "now")
+            assert check_whole(newest_of([run / "now"])[0]).step >= len(begun) - 2
         assert finished(run, **of_generations(run)).digest == whole.digest
         # If it was killed before the older one was deleted, and has made all its steps, there are two.
         steps = steps_in(run / "now")
@@ -208,22 +202,18 @@ def looked_at(trainer: hf.Trainer) -> tuple[list[str], int, int]:
     return left_in(run), len(os.listdir("/proc/self/fd")), len(threads)
 
 
-def last_save(calls: list[str]) -> list[int]:
-    """The numbers of the calls from where the folder is made that is written to, to where it is in its place. A folder
-    that is there may be made again: no error comes of that."""
-    made = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
-    in_place = [at for at, call in enumerate(calls, 1) if call.startswith("rename")][1]
-    assert calls[in_place].startswith("fsync")
-    of_save = range(made + 1, in_place + 2)
-    return [at for at in of_save if not (calls[at - 1].startswith("mkdir") and calls[at - 1] in calls[: at - 1])]
-
-
 @nightly
 @pytest.mark.parametrize(("background", "cut"), [(False, None), (True, 3000), *more((False, 0), (True, None))])
 def test_a_disk_that_fails_is_told_and_survived(before, whole, calls_of_background, tmp_path, background, cut):
     """The checkpoint of the other training that was to be replaced is as it was. Where files cannot grow, it is the
     system's own error in all who write: Python, `torch.save`, safetensors, and a thread in the background."""
-    save = last_save(calls_of_background if background else whole.calls)
+    calls = calls_of_background if background else whole.calls
+    begins = [call.startswith("mkdir _l2l-saving-") for call in calls].index(True)
+    in_place = [at for at, call in enumerate(calls, 1) if call.startswith("rename")][1]
+    assert calls[in_place].startswith("fsync")
+    # From where the folder is made that is written to. One that is there may be made again: no error comes of that.
+    save = range(begins + 1, in_place + 2)
+    save = [at for at in save if not (calls[at - 1].startswith("mkdir") and calls[at - 1] in calls[: at - 1])]
     assert len(save) > 20
     fault = Fault(save[-2], error=errno.ENOSPC) if cut is None else Fault(save[0], error=errno.EFBIG, cut=cut)
     run = Path(shutil.copytree(before, tmp_path / "run"))
@@ -238,17 +228,12 @@ def test_a_disk_that_fails_is_told_and_survived(before, whole, calls_of_backgrou
     assert found.digest == whole.digest and left_in(run) == BOTH
 
 
-# ---- the benchmark
-
-
-def counted_only(training: Training) -> Ended:
-    """In place of a training: it is killed if it is to be, else ends well, and leaves an empty checkpoint."""
-    (Path(training.folder) / "checkpoint-6").mkdir(parents=True, exist_ok=True)
-    killed_by = None if training.fault is None else signal.SIGKILL
-    return Ended(killed_by, calls=["fsync ."] * 100, digest="the same")
-
-
 def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path, monkeypatch):
+    def counted_only(training: Training) -> Ended:
+        """In place of a training: it is killed if it is to be, else ends well, and leaves an empty checkpoint."""
+        (Path(training.folder) / "checkpoint-6").mkdir(parents=True, exist_ok=True)
+        return Ended(training.fault and signal.SIGKILL, calls=["fsync ."] * 100, digest="the same")
+
     monkeypatch.setattr(kills, "end_of", counted_only)
     result = kills.main(["--scenes", "calls", "--every", "40", "--out", str(tmp_path / "kills.md")])
     theirs, *both = result["scenes"]["calls"].values()
@@ -258,3 +243,83 @@ def test_the_benchmark_counts_what_is_resumed(capsys, tmp_path, monkeypatch):
     assert 0 <= theirs["right"] <= theirs["resumed"] == theirs["kills"] - sum(theirs["errors"].values())
     printed, last = capsys.readouterr().out.rsplit("\n", 2)[:2]
     assert json.loads(last) == result and printed in (tmp_path / "kills.md").read_text()
+
+
+# ---- Ctrl-C and SIGTERM at a drawn moment, of a training that has its stash on disk, too
+
+
+def train(folder: Path, spilled: Path, workers: int, events: Connection) -> None:
+    """In a process of its own: train, and tell of each event."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    spill.is_in_memory = lambda folder: False  # the folder counts as one on a disk
+    torch.set_num_threads(1)
+    made = saving(
+        folder,
+        **{"eps_update": "deferred", "max_steps": 1000, "save_total_limit": 3, "l2l_async_save": True},
+        **{"stash": "disk", "l2l_spill_dir": str(spilled), "dataloader_num_workers": workers},
+    )
+
+    def tells(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: (events.send(name), original(*args, **kwargs))[1])
+
+    tells(Region, "write")
+    tells(BackgroundSave, "result")
+    tells(made, "training_step")
+    tells(made, "_save_checkpoint")
+    tells(type(made.model.bert.encoder.layer[1].output), "forward")
+    try:
+        made.train()
+    except KeyboardInterrupt:
+        events.send(traceback.format_exc())
+        raise
+    finally:
+        atexit._run_exitfuncs()  # as an interpreter does at its end, of which a forked process has none
+
+
+def ended_by_signal(folder: Path, spilled: Path, sent: int, count: int, workers: int) -> tuple[int | None, str]:
+    """Send a signal to a training with so many events and a checkpoint; its status, and what it told last."""
+    context = forked_context()
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=train, args=(folder, spilled, workers, there))
+    process.start()
+    there.close()
+    told = ""
+    try:
+        while count > 0 or not list(folder.glob("checkpoint-*")):
+            told, count = here.recv(), count - 1
+        os.kill(process.pid, sent)
+        while True:  # until its end
+            told = here.recv()
+    except EOFError:
+        process.join(300)  # a net: it has ended long before
+    finally:
+        process.kill()
+    return process.exitcode, told
+
+
+@pytest.mark.parametrize(
+    ("sent", "seed"),
+    [(signal.SIGINT, 0), *more(*((sent, seed) for sent in (signal.SIGINT, signal.SIGTERM) for seed in range(1, 6)))],
+)
+def test_a_signal_ends_a_training_that_is_resumed(sent, seed, tmp_path, monkeypatch):
+    draw = random.Random(f"{sent} {seed}")
+    folder, spilled = tmp_path / "run", tmp_path / "spilled"
+    spilled.mkdir()
+    status, told = ended_by_signal(folder, spilled, sent, draw.randint(20, 100), workers=seed % 3)
+    newest, passed_over = newest_whole(folder)
+    assert newest is not None and not passed_over
+    if sent == signal.SIGINT:
+        assert status == 1 and "KeyboardInterrupt" in told
+        assert all(name.startswith("checkpoint-") for name in left_in(folder))
+        assert not list(spilled.iterdir())
+    else:
+        assert status == -sent, told
+    # The system ends a program at SIGTERM, as at SIGKILL: what it was writing is removed by the next training there.
+    monkeypatch.setattr(spill, "is_in_memory", lambda folder: False)
+    step = int(newest.name.partition("-")[2])
+    on_disk = {"stash": "disk", "l2l_spill_dir": str(spilled)}
+    made = trained(folder, max_steps=step + 2, **on_disk, resumes=True)
+    assert made.state.global_step == step + 2
+    assert all(name.startswith("checkpoint-") for name in left_in(folder))
+    assert len(list(spilled.iterdir())) == 1, "that of this training"

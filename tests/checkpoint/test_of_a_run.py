@@ -9,6 +9,7 @@ import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hf_l2l.checkpoint.background import BackgroundSave
 from hf_l2l.checkpoint.finding import check_whole, newest_whole
 from hf_l2l.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
 from hf_l2l.hf import checkpoints
+from new_tensors import NewTensors
 from runs import assert_same_tensors
 from saving import BEST, At, Stopped, assert_saved, saving, steps_in, stop, trained, with_methods
 from tiers import more
@@ -29,20 +31,17 @@ BACKGROUND = pytest.mark.parametrize("in_background", [True, *more(False)])
 
 def best_of(scores: Any, **options: Any) -> dict[str, Any]:
     """The best one is that with the highest score, of these, one for each evaluation."""
-    known = {**BEST, "metric_for_best_model": "score", "greater_is_better": True}
     left = iter(scores)
-    return {**known, **options, "compute_metrics": lambda predictions: {"score": next(left)}}
+    known = {**BEST, "metric_for_best_model": "score", "greater_is_better": True}
+    return {**known, "compute_metrics": lambda predictions: {"score": next(left)}, **options}
 
 
-def second_is_best(**options: Any) -> dict[str, Any]:
-    return best_of([0.0, 2.0, *[1.0] * 100], **options)
+def second_is_best() -> dict[str, Any]:
+    return best_of([0.0, 2.0, *[1.0] * 100])
 
 
 def falling(**options: Any) -> dict[str, Any]:
     return best_of(range(100, 0, -1), **options)
-
-
-# ---- what is added
 
 
 @BACKGROUND
@@ -83,16 +82,11 @@ def test_what_is_added_to_a_checkpoint_stays(tmp_path, in_background):
 
 
 def test_transformers_uploads_nothing_that_is_not_a_checkpoint(tmp_path, monkeypatch):
-    names: set[str] = set()
-    original = checkpoints.write_manifest
-
-    def write(folder: Path, *args: Any, **kwargs: Any) -> Any:
-        names.update(left_in(folder.parent.parent))
-        return original(folder, *args, **kwargs)
-
+    names, write = set[str](), checkpoints.write_manifest
     (tmp_path / "checkpoint-9").mkdir()
     trained(tmp_path, max_steps=1)
-    monkeypatch.setattr(checkpoints, "write_manifest", write)
+    noted = Mock(side_effect=lambda *args, **more: (names.update(left_in(tmp_path)), write(*args, **more))[1])
+    monkeypatch.setattr(checkpoints, "write_manifest", noted)
     trained(tmp_path, max_steps=2, resumes=True)
     ignored = ["_*", "checkpoint-*"]  # of `Trainer._push_from_checkpoint`
     assert {name for name in names if not any(fnmatchcase(name, each) for each in ignored)} == set()
@@ -107,17 +101,11 @@ def test_what_a_subclass_pushes_is_in_its_place(tmp_path, in_background):
         folder = Path(checkpoint_folder)
         pushed.append((folder.name, check_whole(folder) is not None, trainer.state.global_step))
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        pass
-
     made = saving(tmp_path, max_steps=2, l2l_async_save=in_background)
-    with_methods(made, init_hf_repo=nothing, _finish_current_push=nothing, _push_from_checkpoint=push)
-    made.args.push_to_hub, made.push_to_hub = True, nothing
+    with_methods(made, init_hf_repo=Mock(), _finish_current_push=Mock(), _push_from_checkpoint=push)
+    made.args.push_to_hub, made.push_to_hub = True, Mock()
     made.train()
     assert pushed == [("checkpoint-1", True, 1), ("checkpoint-2", True, 2)]
-
-
-# ---- several trainings in one folder
 
 
 def test_going_on_is_the_same_training_and_going_back_is_another_one(tmp_path):
@@ -134,22 +122,15 @@ def test_going_on_is_the_same_training_and_going_back_is_another_one(tmp_path):
     assert newest_whole(tmp_path) == (tmp_path / "checkpoint-2", [])
 
 
-class _OutOfMemoryAt(hf.TrainerCallback):
+def out_of_memory_at(step: int) -> hf.TrainerCallback:
     """The device is, once."""
-
-    def __init__(self, step: int) -> None:
-        self.step: int | None = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.step = None
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+    return At("on_step_end", step, Mock(side_effect=[torch.OutOfMemoryError("CUDA out of memory."), *[None] * 9]))
 
 
 def test_each_attempt_to_find_a_batch_size_is_a_training(tmp_path):
     """The second attempt ends before the steps whose checkpoints the first one has left."""
     options = {"auto_find_batch_size": True, "l2l_async_save": True}
-    made = saving(tmp_path, **options, callbacks=[_OutOfMemoryAt(4)])
+    made = saving(tmp_path, **options, callbacks=[out_of_memory_at(4)])
     made.add_callback(At("on_step_end", 2, lambda: stop() if made._train_batch_size < 8 else None))
     with pytest.raises(Stopped):
         made.train()
@@ -160,9 +141,9 @@ def test_a_batch_size_that_is_found_late_begins_again_with_the_weights_of_the_ch
     """Without one, with those that it has made, which is told."""
     checkpoint = Path(whole.args.output_dir) / "checkpoint-2"
     options = {"auto_find_batch_size": True, "save_strategy": "no"}
-    trained(tmp_path / "first", max_steps=2, **options, callbacks=[_OutOfMemoryAt(1)])
+    trained(tmp_path / "first", max_steps=2, **options, callbacks=[out_of_memory_at(1)])
     assert "begins again after 1 steps" in caplog.text
-    made = trained(tmp_path / "found", resumes=checkpoint, **options, callbacks=[_OutOfMemoryAt(3)])
+    made = trained(tmp_path / "found", resumes=checkpoint, **options, callbacks=[out_of_memory_at(3)])
     size = made._train_batch_size
     assert size < 8
     given = trained(tmp_path / "given", resumes=checkpoint, save_strategy="no", per_device_train_batch_size=size)
@@ -177,9 +158,6 @@ def test_no_checkpoint_of_others_is_deleted_or_the_best_one(tmp_path):
     assert steps_in(tmp_path / "a") == [1, 100] and made.args.save_total_limit == 1
     made = trained(tmp_path / "a", max_steps=2, save_steps=2, **falling(load_best_model_at_end=False))
     assert made.state.best_global_step == 1 and made.state.best_model_checkpoint is None
-
-
-# ---- the best one
 
 
 def test_what_is_deleted_at_the_end_is_in_the_folder_of_the_training(tmp_path):
@@ -213,27 +191,19 @@ def test_the_weights_of_the_best_one_are_loaded_whatever_became_of_the_rest(tmp_
 
 
 def test_nothing_is_deleted_if_the_best_one_is_gone(tmp_path):
-    def gone(trainer: Any) -> None:
-        shutil.rmtree(trainer.state.best_model_checkpoint)
-
-    with_methods(saving(tmp_path, max_steps=2, save_total_limit=1, **falling()), _load_best_model=gone).train()
+    made = saving(tmp_path, max_steps=2, save_total_limit=1, **falling())
+    with_methods(made, _load_best_model=lambda trainer: shutil.rmtree(trainer.state.best_model_checkpoint)).train()
     assert steps_in(tmp_path) == [2]
 
 
-# ---- moments
-
-
 def test_a_save_that_is_asked_for_while_another_one_ends_is_made(tmp_path, monkeypatch):
-    def ask() -> None:
-        made.control.should_save = True
-
-    made = saving(tmp_path, save_steps=2, l2l_async_save=True, callbacks=[At("on_step_begin", 2, ask)])
-
     def at_its_end(saving: BackgroundSave) -> bool:
         while not saving.is_done:  # the disk is fast
             time.sleep(0.001)
         return True
 
+    ask = At("on_step_begin", 2, lambda: setattr(made.control, "should_save", True))
+    made = saving(tmp_path, save_steps=2, l2l_async_save=True, callbacks=[ask])
     monkeypatch.setattr(BackgroundSave, "poll", at_its_end)
     made.train()
     assert steps_in(tmp_path) == [2, 3, 4]
@@ -248,10 +218,8 @@ def test_a_save_that_the_program_asks_for_is_in_its_place_at_once(tmp_path):
         assert made.state.global_step != 2 or check_whole(tmp_path / "checkpoint-2") is not None
 
     options = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 3}
-    made = saving(
-        tmp_path, **options, l2l_async_save=True, callbacks=[At("on_step_end", 2, save), At("on_evaluate", 3, save)]
-    )
-    made.add_callback(At("on_save", None, lambda: seen.append(made.state.global_step)))
+    moments = [At("on_step_end", 2, save), At("on_evaluate", 3, save), At("on_save", None, lambda: seen.append(1))]
+    made = saving(tmp_path, **options, l2l_async_save=True, callbacks=moments)
     made.train()
     assert len(seen) == 3, "one of each save of step 3, and that of the end; the program's own tells nobody"
     assert (tmp_path / "checkpoint-2" / "rng_state_data.pth").exists()
@@ -303,21 +271,9 @@ def test_hooks_of_a_step_may_read_the_model(tmp_path):
 
 
 def test_a_save_takes_no_copy_of_the_weights(tmp_path):
-    """The largest tensor that exists while a checkpoint is saved, but not before, is smaller than a layer."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        num_bytes = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in inputs:
-                self.num_bytes += out.untyped_storage().nbytes()
-            return out
-
+    """All tensors that are made while a checkpoint is saved are smaller than a layer."""
     made = l2l_trainer(tmp_path, max_steps=1, model=tiny_bert(width=64))
     made.train()
-    with Largest() as found:
+    with NewTensors() as new:
         made._save_checkpoint(made.model, None)
-    assert found.num_bytes < sum(p.nbytes for p in made.model.bert.encoder.layer[0].parameters())
+    assert new.num_bytes < sum(p.nbytes for p in made.model.bert.encoder.layer[0].parameters())

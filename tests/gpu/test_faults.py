@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_machine import DEVICE, IS_CUDA, module, program
+from gpu_machine import DEVICE, IS_CUDA, module, needs_cuda, program
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.testing import enable_simulated_accelerator
 from models import gradients, relative_error
@@ -36,13 +36,11 @@ class Greedy(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Greedy() for _ in range(4))
+        self.blocks = nn.Sequential(*(Greedy() for _ in range(4)))
         self.head = nn.Linear(32, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).square().mean()
+        return self.head(self.blocks(x)).square().mean()
 
 
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
@@ -103,3 +101,43 @@ def test_a_process_ends_with_an_update_pending(how):
         process.kill()
     assert process.returncode == status, errors
     assert ("Traceback" in errors) == (how == "an exception"), errors
+
+
+# ---- CUDA's sanitizer, as torch has it, finds no race between streams
+
+
+SANITIZED = """
+import torch
+from models import batch_for, train_once
+from hf_l2l import L2LConfig, attach_l2l
+from training import tiny_bert
+
+for mode, options in (
+    ("serial", {}),
+    ("deferred", {"stash": "host", "ubatch_size": 3}),
+    ("eager", {"gradient_slots": 1}),
+    ("deferred", {"resident": "shell"}),
+):
+    model = tiny_bert()
+    eps = attach_l2l(model, L2LConfig(device="cuda", eps_update=mode, **options))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        train_once(model, batch_for(model))
+        if mode != "eager":
+            eps.clip_grad_norm_(0.1)
+        optimizer.step()
+    eps.synchronize()
+torch.cuda.synchronize()
+print("trained")
+"""
+
+
+@needs_cuda
+@pytest.mark.timeout(120)
+def test_the_sanitizer_finds_no_race(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
+    process = program(SANITIZED)
+    out, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors[-4000:]
+    assert "trained" in out
+    assert "CSAN" not in errors, errors[-4000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,24 +30,6 @@ def _clock_of_now() -> None:
     sleep(1e-3)
 
 
-class Sleeper(nn.Module):
-    """A layer of 64 MiB whose kernels sleep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.sleep_s = 0.0
-        self.calls: list[Call] = []
-        """Of the whole model."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        call = Call(self.calls)
-        sleep(self.sleep_s)
-        x = self.linear(x)
-        call.end = marked()
-        return x
-
-
 class Call:
     """A call of a layer: its beginning and end on the device, and the calls before it that ran when it was issued."""
 
@@ -56,18 +39,29 @@ class Call:
         calls.append(self)
 
 
+class Sleeper(nn.Module):
+    """A layer of 64 MiB whose kernels sleep."""
+
+    def __init__(self, calls: list[Call], sleep_s: float) -> None:
+        super().__init__()
+        self.linear, self.calls, self.sleep_s = nn.Linear(WIDTH, WIDTH, bias=False), calls, sleep_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        call = Call(self.calls)
+        sleep(self.sleep_s)
+        x = self.linear(x)
+        call.end = marked()
+        return x
+
+
 class Stack(nn.Module):
     def __init__(self, sleep_s: float) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.blocks = nn.ModuleList(Sleeper() for _ in range(LAYERS))
-        for block in self.blocks:
-            block.calls, block.sleep_s = self.calls, sleep_s
+        self.blocks = nn.Sequential(*(Sleeper(self.calls, sleep_s) for _ in range(LAYERS)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+        return self.blocks(x).square().mean()
 
 
 def copy_s(weight: torch.Tensor) -> float:
@@ -132,34 +126,40 @@ def test_the_host_runs_ahead_of_the_device():
         assert LAYERS + 1 in model.calls[-1].running
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"ubatch_size": 3, "stash": "host"}, {"cmp": "bf16"}, {"resident": "shell"}], ids=str
-)
-def test_no_layer_call_of_a_steady_step_waits_for_the_device(options, monkeypatch):
+def train_steadily(steps: int, at: int, begins: Callable[[], object], **options: Any) -> nn.Module:
+    """A small BERT after so many steps; before step `at`, something begins."""
     model = small_bert()
     eps = attach_l2l(model, L2LConfig(device=DEVICE, eps_update="deferred", **options))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    watched: list[str] = []
-
-    def watching(name: str) -> None:
-        original = getattr(Relay, name)
-
-        def watched_call(*args: Any, **kwargs: Any) -> Any:
-            with no_synchronization():
-                watched.append(name)
-                return original(*args, **kwargs)
-
-        monkeypatch.setattr(Relay, name, watched_call)
-
-    for step in range(5):
-        if step == 3:
-            watching("forward")
-            watching("backward")
+    for step in range(steps):
+        if step == at:
+            begins()
         train_once(model, batch_for(model))
         eps.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
     eps.synchronize()
+    return model
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"ubatch_size": 3, "stash": "host"}, {"cmp": "bf16"}, {"resident": "shell"}], ids=str
+)
+def test_no_layer_call_of_a_steady_step_waits_for_the_device(options, monkeypatch):
+    watched: list[str] = []
+
+    def watch() -> None:
+        for name in ("forward", "backward"):
+            original = getattr(Relay, name)
+
+            def watched_call(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
+                with no_synchronization():
+                    watched.append(name)
+                    return original(*args, **kwargs)
+
+            monkeypatch.setattr(Relay, name, watched_call)
+
+    model = train_steadily(5, 3, watch, **options)
     assert watched.count("forward") == watched.count("backward") == 2 * len(model.bert.encoder.layer)
 
 
@@ -189,14 +189,12 @@ class Overwriting(nn.Module):
 class Headed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Overwriting() for _ in range(3))
+        self.blocks = nn.Sequential(*(Overwriting() for _ in range(3)))
         self.middle = nn.Linear(8, HEAD, bias=False)
         self.head = nn.Linear(HEAD, HEAD, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.middle(x)).square().mean()
+        return self.head(self.middle(self.blocks(x))).square().mean()
 
 
 def test_the_gradient_of_a_non_layer_module_is_read_before_its_memory_is_used_again():
@@ -221,26 +219,15 @@ def test_the_gradient_of_a_non_layer_module_is_read_before_its_memory_is_used_ag
 @pytest.mark.parametrize("options", [{"stash": "host", "ubatch_size": 3}, {"cmp": "bf16"}], ids=str)
 def test_nothing_is_page_locked_in_a_steady_step(options, monkeypatch):
     """Page-locking waits for the device and takes long."""
-    model = small_bert()
-    eps = attach_l2l(model, L2LConfig(device=DEVICE, eps_update="deferred", **options))
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
-    page_lock, locked = stream.page_lock, []
+    page_lock, locked, of_the_first = stream.page_lock, [], []
 
     def counted(address: int, num_bytes: int, device: torch.device) -> bool:
         locked.append(num_bytes)
         return page_lock(address, num_bytes, device)
 
     monkeypatch.setattr(stream, "page_lock", counted)
-    for step in range(10):
-        if step == 2:
-            assert locked, "the gradients of the first step are page-locked"
-            locked.clear()
-        train_once(model, batch_for(model))
-        eps.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    eps.synchronize()
-    assert locked == []
+    train_steadily(10, 2, lambda: (of_the_first.extend(locked), locked.clear()), **options)
+    assert of_the_first and locked == [], "the gradients of the first step are page-locked"
 
 
 def steps_of(model: nn.Module, resident: str, count: int = 4) -> dict[str, Any]:

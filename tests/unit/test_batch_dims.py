@@ -20,7 +20,6 @@ from hf_l2l.model.batch_dims import (
     call_key,
     cannot_split,
     compare_shapes,
-    doubled,
     ubatches,
 )
 from hf_l2l.model.precision import Precision
@@ -57,6 +56,7 @@ def test_the_dimension_that_grows_with_the_rows_carries_them(drawn):
 @settings(max_examples=times(30, 100))
 @given(shapes(), st.data())
 def test_inconsistent_shapes_are_refused(drawn, data):
+    """Another number of tensors, or of dimensions; two that grow; a size that is not in proportion."""
     small, large, rows, more, dims = drawn
     kind = data.draw(st.sampled_from(["count", "rank", "second", "proportion"]))
     changeable = [i for i, d in enumerate(dims) if d is not None and (kind != "second" or len(small[i]) > 1)]
@@ -75,24 +75,15 @@ def test_inconsistent_shapes_are_refused(drawn, data):
         large[index] = torch.Size(sizes)
     with pytest.raises(NoConsistentSplit, match="rows"):
         compare_shapes(small, large, rows, more)
-
-
-def test_a_size_that_holds_no_whole_number_of_entries_per_row_is_refused():
     with pytest.raises(NoConsistentSplit, match=r"a tensor is \[3\] for 2 rows and \[6\] for 4"):
-        compare_shapes([torch.Size([3])], [torch.Size([6])], 2, 4)
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[list[torch.Tensor], BatchDims, int, int]:
-    small, _, rows, _, dims = draw(shapes())
-    tensors = [torch.arange(s.numel()).reshape(s) for s in small]
-    return tensors, BatchDims(dims), rows, draw(st.integers(1, 7))
+        compare_shapes([torch.Size([3])], [torch.Size([6])], 2, 4)  # no whole number of entries per row
 
 
 @settings(max_examples=times(30, 100))
-@given(batches())
-def test_ubatches_cover_all_rows_exactly_once(drawn):
-    tensors, dims, rows, size = drawn
+@given(shapes(), st.integers(1, 7))
+def test_ubatches_cover_all_rows_exactly_once(drawn, size):
+    small, _, rows, _, places = drawn
+    tensors, dims = [torch.arange(s.numel()).reshape(s) for s in small], BatchDims(places)
     assert dims.fits(tensors, rows)
     pieces = [dims.rows_of(tensors, rows, *ubatch) for ubatch in ubatches(rows, size)]
     for index, (tensor, dim) in enumerate(zip(tensors, dims.dims, strict=True)):
@@ -103,26 +94,17 @@ def test_ubatches_cover_all_rows_exactly_once(drawn):
             assert all(p[index].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for p in pieces)
 
 
-def test_doubled_repeats_what_has_the_rows():
-    ids, positions, scale = torch.arange(4).reshape(2, 2), torch.arange(3), torch.tensor(2.0)
-    args, kwargs = doubled(((ids, "text"), {"nested": [positions, {"labels": ids[:, 0]}], "scale": scale}), 2)
-    assert args[0].tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]]
-    assert args[1] == "text"
-    assert kwargs["nested"][0] is positions and kwargs["scale"] is scale
-    assert kwargs["nested"][1]["labels"].tolist() == [0, 2, 0, 2]
-    cache = hf.DynamicCache()
-    assert doubled({"past_key_values": cache}, 2)["past_key_values"] is cache
-
-
 def test_rows_of_a_batch():
-    rows = torch.zeros(5, 3)
-    assert batch_rows(((), {"flag": True, "scale": torch.tensor(1.0), "input_ids": rows})) == 5
+    rows, objects = torch.zeros(5, 3), [{"boxes": torch.zeros(1, 4), "classes": torch.zeros(1)} for _ in range(5)]
     assert batch_rows(((), {"flag": True})) is None
-    assert batch_rows(((), {"position_ids": torch.zeros(1, 3), "input_ids": rows})) == 5
-    assert batch_rows(((torch.zeros(9, 4), rows, torch.zeros(5)), {})) == 5
-    objects = [{"boxes": torch.zeros(1, 4), "classes": torch.zeros(1)} for _ in range(5)]
-    assert batch_rows(((), {"pixel_values": torch.zeros(5, 3, 8, 8), "labels": objects})) == 5
-    assert batch_rows(((hf.BatchEncoding({"ids": rows}),), {})) == 5
+    for args, kwargs in (
+        ((), {"flag": True, "scale": torch.tensor(1.0), "input_ids": rows}),
+        ((), {"position_ids": torch.zeros(1, 3), "input_ids": rows}),
+        ((torch.zeros(9, 4), rows, torch.zeros(5)), {}),
+        ((), {"pixel_values": torch.zeros(5, 3, 8, 8), "labels": objects}),
+        ((hf.BatchEncoding({"ids": rows}),), {}),
+    ):
+        assert batch_rows((args, kwargs)) == 5
 
 
 def test_what_cannot_be_split():
@@ -162,13 +144,12 @@ def test_calls_of_one_kind_have_one_key_and_others_have_others():
     assert key(layer.eval()) != training
 
 
-# ---- leaves
-
-
 class Labelled(dict):
     """A dict that is no node of pytree, with an attribute."""
 
-    label = "none"
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.label = "mine"
 
 
 class Locked(dict):
@@ -178,32 +159,15 @@ class Locked(dict):
         raise RuntimeError("this mapping is locked")
 
 
-def labelled(data):
-    made = Labelled(data)
-    made.label = "mine"
-    return made
-
-
-MAPPINGS = {
-    "BatchEncoding": (hf.BatchEncoding, hf.BatchEncoding),
-    "UserDict": (UserDict, UserDict),
-    "dict": (labelled, Labelled),
-    "proxy": (MappingProxyType, MappingProxyType),
-    "locked": (Locked, dict),
-}
-
-
 def test_leaves_in_mappings_are_seen_and_the_callers_object_stays():
-    for name, (make, kind) in MAPPINGS.items():
+    for make in (hf.BatchEncoding, UserDict, Labelled, MappingProxyType, Locked):
         ids, mask = torch.ones(3, 2), torch.zeros(3, 2)
         given = make({"ids": ids, "more": [make({"mask": mask})], "text": "x"})
-        found = map_tensors(lambda tensor: tensor + 1, ([given], 5))
-        changed = found[0][0]
-        assert type(changed) is kind and found[1] == 5, name
-        assert torch.equal(changed["ids"], ids + 1) and torch.equal(changed["more"][0]["mask"], mask + 1), name
-        assert changed["text"] == "x"
-        assert given["ids"] is ids and given["more"][0]["mask"] is mask, name
-        assert getattr(changed, "label", None) == getattr(given, "label", None)
-        assert [leaf for leaf in leaves_of(([given], 5)) if isinstance(leaf, torch.Tensor)] == [ids, mask], name
+        [changed], five = map_tensors(lambda tensor: tensor + 1, ([given], 5))
+        assert type(changed) is (dict if make is Locked else make) and five == 5, make
+        assert torch.equal(changed["ids"], ids + 1) and torch.equal(changed["more"][0]["mask"], mask + 1), make
+        assert changed["text"] == "x" and getattr(changed, "label", None) == getattr(given, "label", None), make
+        assert given["ids"] is ids and given["more"][0]["mask"] is mask, make
+        assert [leaf for leaf in leaves_of(([given], 5)) if isinstance(leaf, torch.Tensor)] == [ids, mask], make
     flat = hf.BatchEncoding({"ids": torch.ones(2), "text": "x"})
     assert map_tensors(lambda tensor: tensor, {"batch": flat})["batch"] is flat, "nothing changes in it"

@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,25 +42,25 @@ def modes() -> tuple[bool, bool, torch.dtype, bool]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), flushed
 
 
-def in_worker(worker: Worker) -> tuple[bool, bool, torch.dtype, bool]:
-    found: list[tuple[bool, bool, torch.dtype, bool]] = []
-    submitted(worker, lambda: found.append(modes())).wait("its modes")
-    return found[0]
-
-
 def test_the_thread_computes_as_its_submitter(worker):
-    assert in_worker(worker) == modes()
+    def check() -> None:
+        found: list[Any] = []
+        submitted(worker, lambda: found.append(modes())).wait("its modes")
+        assert found == [modes()]
+
+    check()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert modes()[:2] == (False, True)
-        assert in_worker(worker) == modes()
-    assert in_worker(worker) == modes()
+        check()
+    check()
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor flushes nothing to zero")
     try:
-        assert modes()[3] and in_worker(worker) == modes()
+        assert modes()[3]
+        check()
     finally:
         torch.set_flush_denormal(False)
-    assert not modes()[3] and in_worker(worker) == modes()
+    check()
 
 
 @pytest.mark.parametrize("asked", [3, *more(1, 2)])
@@ -81,7 +84,7 @@ def test_threads_within_an_operation_are_bounded_and_the_callers_stay(asked):
     worker.close()
 
 
-def fail() -> None:
+def fail(*_: Any) -> Any:
     raise KeyError("broken")
 
 
@@ -116,53 +119,40 @@ def test_a_failure_is_told_once_as_it_was_and_then_as_what_it_means(worker):
     assert not ran, "nothing runs after a failure"
 
 
-@pytest.fixture
-def quick_switches():
-    """Threads take turns all the time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_of_many_waits_one_raises_the_failure_itself(quick_switches):
+def test_of_many_waits_one_raises_the_failure_itself():
     """Whether they wait already when it fails, or begin to."""
-    for _ in range(times(30, 100)):
-        worker, go = Worker(2), threading.Event()
-        told: list[type] = []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns all the time
+    try:
+        for _ in range(times(30, 100)):
+            worker, go = Worker(2), threading.Event()
+            told: list[type] = []
+            task = submitted(worker, lambda go=go: go.wait() and fail())
 
-        def fail_later(go: threading.Event = go) -> None:
-            go.wait()
-            fail()
+            def wait(task: Task = task, told: list[type] = told) -> None:
+                try:
+                    task.wait("all of them")
+                except (KeyError, EngineFailedError) as error:
+                    told.append(type(error))
 
-        task = submitted(worker, fail_later)
-
-        def wait(task: Task = task, told: list[type] = told) -> None:
-            try:
-                task.wait("all of them")
-            except (KeyError, EngineFailedError) as error:
-                told.append(type(error))
-
-        threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        go.set()
-        for thread in threads:
-            thread.join(120.0)  # on a machine that is busy, switches take their time
-        worker.close()
-        assert sorted(map(str, told)) == sorted(map(str, [KeyError, EngineFailedError, EngineFailedError]))
+            threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            go.set()
+            for thread in threads:
+                thread.join(120.0)  # on a machine that is busy, switches take their time
+            worker.close()
+            assert sorted(map(str, told)) == sorted(map(str, [KeyError, EngineFailedError, EngineFailedError]))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_exception_without_words_is_told_too(worker):
     class Unprintable(Exception):
-        def __str__(self) -> str:
-            raise ValueError("no words")
-
-    def fail() -> None:
-        raise Unprintable
+        __str__ = fail
 
     with pytest.raises(Unprintable):
-        submitted(worker, fail).wait("it fails")
+        submitted(worker, Mock(side_effect=Unprintable)).wait("it fails")
     with pytest.raises(EngineFailedError, match="Unprintable"):
         worker.check()
 
@@ -185,93 +175,71 @@ def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch):
 
 
 def test_both_threads_together_are_given_some_seconds_to_end(monkeypatch):
-    worker, over = Worker(2), threading.Event()
-    began = threading.Barrier(3)
-
-    def last() -> None:
-        began.wait(60.0)
-        over.wait(60.0)
-
+    worker, over, began = Worker(2), threading.Event(), threading.Barrier(3)
     for _ in range(2):
-        submitted(worker, last)
+        submitted(worker, lambda: (began.wait(60.0), over.wait(60.0)))
     began.wait(60.0)
-    now, waited = 100.0, []
+    now, waited = [100.0], []
 
-    def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        nonlocal now
+    def join(thread: threading.Thread, timeout: float) -> None:
         waited.append(timeout)
-        now += timeout or 0.0
+        now[0] += timeout
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_l2l.runtime.worker.time", SimpleNamespace(monotonic=lambda: now))
+        patch.setattr("hf_l2l.runtime.worker.time", SimpleNamespace(monotonic=lambda: now[0]))
         patch.setattr(threading.Thread, "join", join)
         worker.close()
     over.set()
-    assert waited[0] is not None and waited[0] > 0 and waited[1:] == [0.0]
+    assert waited[0] > 0 and waited[1:] == [0.0]
 
 
 def test_a_failure_ends_the_work_of_both_threads():
     worker, failed, ran = Worker(2), threading.Event(), []
-
-    def goes_on() -> None:
-        assert failed.wait(60.0)
-        ran.append("begun before")
-
-    beside = submitted(worker, goes_on)
+    beside = submitted(worker, lambda: failed.wait(60.0) and ran.append("begun before"))
     with pytest.raises(KeyError):
         submitted(worker, fail).wait("it fails")
     failed.set()
-    with pytest.raises(EngineFailedError):
-        beside.wait("it was under way")
-    with pytest.raises(EngineFailedError):
-        submitted(worker, lambda: ran.append("begun after"))
+    for use in (lambda: beside.wait("it was under way"), lambda: submitted(worker, lambda: ran.append("after"))):
+        with pytest.raises(EngineFailedError):
+            use()
     worker.close()
     assert ran == ["begun before"]
 
 
+def test_what_has_not_begun_when_it_is_closed_never_runs():
+    worker, ran = Worker(), []
+    for work in (lambda: time.sleep(0.2), *[lambda: ran.append(1)] * 5):
+        submitted(worker, work)
+    worker.close()
+    assert not worker.lives and not ran
+
+
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("count", [2, *more(1)])
-def test_a_failure_keeps_nothing_alive(count):
+def test_threads_end_with_the_worker_and_a_failure_keeps_nothing_alive(count, fails):
     """The exception refers to the frames it went through."""
 
     class Held:
         pass
 
     before, worker, held = own_threads(), Worker(count), Held()
+    assert not worker.lives, "none before there is work"
 
-    def broken(of: Held = held, by: Worker = worker) -> None:
-        raise KeyError(f"{of} {by}")
+    def work(of: Held = held, by: Worker = worker) -> None:
+        if fails:
+            raise KeyError(f"{of} {by}")
 
-    task = submitted(worker, broken)
-    with pytest.raises(KeyError):
-        task.wait("it fails")
+    task = submitted(worker, work)
+    with pytest.raises(KeyError) if fails else nullcontext():
+        task.wait("it has begun")
     threads, gone = own_threads() - before, weakref.ref(held)
-    assert len(threads) == count
-    del worker, held, task, broken
+    assert len(threads) == count and all(thread.daemon for thread in threads)
+    assert fails or all(thread.is_alive() for thread in threads)
+    del worker, held, task, work
     gc.collect()
-    for thread in threads:
+    for thread in threads if fails else ():
         thread.join(60.0)
     assert gone() is None and not any(thread.is_alive() for thread in threads)
-
-
-def test_what_has_not_begun_when_it_is_closed_never_runs():
-    worker, ran = Worker(), []
-    submitted(worker, lambda: time.sleep(0.2))
-    for _ in range(5):
-        submitted(worker, lambda: ran.append(1))
-    worker.close()
-    assert not worker.lives and not ran
-
-
-@pytest.mark.parametrize("count", [2, *more(1)])
-def test_threads_end_with_the_worker(count):
-    before, worker = own_threads(), Worker(count)
-    assert not worker.lives, "none before there is work"
-    submitted(worker, lambda: None).wait("it has begun")
-    threads = own_threads() - before
-    assert len(threads) == count and all(thread.is_alive() and thread.daemon for thread in threads)
-    del worker
-    gc.collect()
-    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX systems")
