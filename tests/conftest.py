@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,17 +87,15 @@ def _nothing_of_other_modules() -> Iterator[None]:
 
         torch.sim.synchronize()
         stream.forget_refusal(torch.device("sim:0"))
-        if _held_on_sim() != HELD[0]:
-            gc.unfreeze()  # perhaps by a model that was there when an earlier module began
+        for _ in range(5):
+            if not any(_held_on_sim()):
+                break
+            time.sleep(0.1)  # a thread lets go of what it has done last
+            gc.unfreeze()  # a model may have been there when an earlier module began
             gc.collect()
-            HELD[0] = _held_on_sim()
     gc.freeze()
     with _levels_kept():
         yield
-
-
-HELD = [(0, 0)]
-"""What no collection has freed: by a model whose step has failed, in a cycle that passes through torch's own code."""
 
 
 def _held_on_sim() -> tuple[int, int]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers as hf
 from accelerate import Accelerator
+from optimizer_cases import CASES
 from torch import nn
 
 from hf_l2l import L2LConfig, L2LTrainingArguments, attach_l2l, estimate
 from hf_l2l.sizing.capacity import LORA, RANK, SETTINGS
 from host_phases import LARGE, ROWS, TOKENS, measured
 from models import SMALL, VOCAB, batch_for, bert, gpt2, llama, train_once, vit
-from optimizer_cases import CASES
 from runs import assert_same_run, run_of
 from tiers import nightly
 
