@@ -176,7 +176,7 @@ def skipping(*parts: str) -> Any:
     """A model that skips steps, its EPS, an optimizer for each of some parts of it, and a batch."""
     model = Toy(tied=False, dropout=0.0)
     eps = attach_l2l(model, config_for(model, device=DEVICE, nonfinite="skip"))
-    parameters = ([p for part in each.split() for p in model.get_submodule(part).parameters()] for each in parts)
+    parameters = ([p for part in each.split(" ") for p in model.get_submodule(part).parameters()] for each in parts)
     return (
         model,
         eps,
