@@ -341,7 +341,7 @@ BESIDE = {
     "across_devices": "choice sums",
     "across_hosts": "calls",
     "device": "layer_device prefetch slots",
-    "engine": "by_rows relay shell splitting",
+    "engine": "relay shell splitting",
     "eps": "gradients host_memory masters pending updates weight_copies",
     "logits": "chunks deferred recorded",
     "model": "batch_dims captured_outputs layer_state precision quantized stacks units",

@@ -1,4 +1,5 @@
-"""Embeddings that run by micro-batches have the values and gradients of plain ones, and hold one sum per table."""
+"""What passes between layers in host memory, and what is computed before, between and after them by micro-batches, has
+the values and gradients of the plain model, whoever reads the rows."""
 
 from __future__ import annotations
 
@@ -6,16 +7,14 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 
 import models
-from hf_l2l.engine.by_rows import ByRows
 from hf_l2l.logits import chunks
 from hf_l2l.rows.host_rows import HostRows
 from hf_l2l.rows.row_modules import input_embeddings
@@ -23,7 +22,6 @@ from memory_switches import forced_copies
 from models import (
     EXACT,
     ROWS,
-    SMALL,
     TOLERANCE,
     VOCAB,
     assert_same_bits,
@@ -38,19 +36,17 @@ from models import (
     vit,
 )
 from tiers import cpu_suffices
+from twins import KINDS
 
 ON_HOST = {"stash": "host", "boundary": "host", "ubatch_size": 3}
 
 
 @pytest.fixture(autouse=True)
-def _apart() -> Iterator[None]:
-    """The device has memory of its own."""
+def _apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device has memory of its own, and few tokens make a chunk of a loss."""
+    monkeypatch.setattr(chunks, "FEWEST_ROWS", 8)
     with forced_copies():
         yield
-
-
-def bert_mlm() -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 
 def frozen_table() -> nn.Module:
@@ -66,131 +62,73 @@ def noisy() -> nn.Module:
     return model
 
 
-def embedded_by(kind: Callable[..., nn.Module]) -> nn.Module:
+class Table(nn.Embedding):
+    """Is asked for its rows in another way. It counts them in a buffer, and has a weight that it may not use."""
+
+    def __init__(self, rows_of: Callable[..., torch.Tensor]) -> None:
+        super().__init__(VOCAB, 16)
+        self.rows_of, self.spare = rows_of, nn.Parameter(torch.ones(16))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.seen += len(ids)
+        return self.rows_of(self, ids, super().forward(ids))
+
+
+def by_frequency(table: nn.Embedding, ids: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    return nn.functional.embedding(ids, table.weight, None, None, 2.0, True)
+
+
+def even(table: nn.Embedding, ids: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    if len(ids) % 2:
+        raise ValueError("rows come in pairs")
+    return found
+
+
+def embedded_by(rows_of: Callable[..., torch.Tensor]) -> nn.Module:
     model = llama()
-    model.model.embed_tokens = kind(VOCAB, 16)
+    model.model.embed_tokens = Table(rows_of)
     return model
-
-
-class WithSpare(nn.Embedding):
-    """Has a weight that it does not use."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.spare = nn.Parameter(torch.ones(16))
-
-
-class MixedRows(nn.Embedding):
-    """Subtracts the mean of all rows."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = super().forward(ids)
-        return found - found.mean(0, keepdim=True)
-
-
-class SaysFrequency(nn.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(ids, self.weight, None, None, 2.0, True)
-
-
-class EvenRows(nn.Embedding):
-    """Takes an even number of rows."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if len(ids) % 2:
-            raise ValueError("rows come in pairs")
-        return super().forward(ids)
-
-
-class Counting(nn.Embedding):
-    """Counts its rows in a buffer."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.register_buffer("rows", torch.zeros(()))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.rows += len(ids)
-        return super().forward(ids)
-
-
-class ReadsTheNorm(nn.Module):
-    """Reads a weight of the model around it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.table, self.owner = nn.Embedding(VOCAB, 16), [inner]
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table(ids) * self.owner[0].norm.weight
 
 
 def reads_the_norm() -> nn.Module:
+    """Its embedding reads a weight of the model around it."""
     model = llama()
-    model.model.embed_tokens = ReadsTheNorm(model.model)
+    model.model.embed_tokens = Table(lambda table, ids, found: found * table.owner[0].norm.weight)
+    model.model.embed_tokens.owner = [model.model]
     return model
 
 
-BY_UBATCH: dict[str, Callable[[], nn.Module]] = {
-    "bert, tied": bert_mlm,
-    "llama, tied": lambda: llama(tie_word_embeddings=True),
-    "gpt2, which adds positions": gpt2,
-    "t5, a table of two stacks": t5,
-    "vit": vit,
-    "frozen table": frozen_table,
-    "a weight that is not used": lambda: embedded_by(WithSpare),
-    "a hook that adds noise": noisy,
-    "rows are counted": lambda: embedded_by(Counting),
-    "roberta, whose positions follow padding": models.roberta,
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "bert, tied": (lambda: KINDS["bert"](VOCAB, 0.0), True),
+    "llama, tied": (lambda: llama(tie_word_embeddings=True), True),
+    "gpt2, which adds positions": (gpt2, True),
+    "t5, a table of two stacks": (t5, True),
+    "vit": (vit, True),
+    "frozen table": (frozen_table, True),
+    "rows are counted, and a weight not used": (lambda: embedded_by(lambda table, ids, found: found), True),
+    "a hook that adds noise": (noisy, True),
+    "roberta, whose positions follow padding": (models.roberta, True),
+    "rows are mixed": (lambda: embedded_by(lambda table, ids, found: found - found.mean(0)), False),
+    "gradients are scaled by frequency": (lambda: embedded_by(by_frequency), False),
+    "rows come in pairs": (lambda: embedded_by(even), False),
+    "weights of others are read": (reads_the_norm, False),
 }
-WHOLE: dict[str, Callable[[], nn.Module]] = {
-    "rows are mixed": lambda: embedded_by(MixedRows),
-    "gradients are scaled by frequency": lambda: embedded_by(SaysFrequency),
-    "rows come in pairs": lambda: embedded_by(EvenRows),
-    "weights of others are read": reads_the_norm,
-}
-MODELS = {**BY_UBATCH, **WHOLE}
+"""Models, and whether their embeddings run by micro-batches: then these return `HostRows`."""
 
 
-class Kinds:
-    """What the calls of embeddings return, and what was needed on the device as a whole. Few tokens make a chunk."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        self.found: list[type] = []
-        self.caplog = caplog
-        monkeypatch.setattr(chunks, "FEWEST_ROWS", 8)
-        run = ByRows.run
-
-        def noted(by_rows: ByRows, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-            result = run(by_rows, module, forward, args, kwargs)
-            call = by_rows.shell.call
-            is_part = self.runs > 0 or call is None or call.replay is not None
-            if module in by_rows.embeddings and not is_part and torch.is_grad_enabled():
-                self.found.append(type(result))
-            return result
-
-        self.runs, inside = 0, ByRows.inside
-
-        @contextmanager
-        def running(by_rows: ByRows) -> Iterator[None]:
-            self.runs += 1
-            try:
-                with inside(by_rows):
-                    yield
-            finally:
-                self.runs -= 1
-
-        monkeypatch.setattr(ByRows, "inside", running)
-        monkeypatch.setattr(ByRows, "run", noted)
-
-    @property
-    def made_real(self) -> list[str]:
-        return [each.getMessage() for each in self.caplog.records if "they stay on the device" in each.getMessage()]
+def kinds_of(model: nn.Module) -> list[type]:
+    """Collects what the calls of the embeddings of a model return, and of its copies."""
+    found: list[type] = []
+    module = getattr(model.base_model, "embeddings", None) or model.get_input_embeddings()
+    module.register_forward_hook(lambda *call: found.append(type(call[2])) if torch.is_grad_enabled() else None)
+    return found
 
 
 @pytest.fixture
-def kinds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Kinds:
-    return Kinds(monkeypatch, caplog)
+def made_real(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was told of rows that were needed on the device as a whole."""
+    return lambda: [text for text in caplog.messages if "they stay on the device" in text]
 
 
 def assert_steps_as_plain(
@@ -229,22 +167,20 @@ def assert_as_plain(model: nn.Module, steps: int = 2) -> None:
 
 
 @cpu_suffices
-@pytest.mark.parametrize("name", BY_UBATCH)
-def test_models_whose_embeddings_run_by_micro_batches(name, kinds):
-    assert_as_plain(MODELS[name]().double())
-    assert set(kinds.found) == {HostRows} and kinds.made_real == []
-
-
-@cpu_suffices
-@pytest.mark.parametrize("name", WHOLE)
-def test_models_whose_embeddings_run_whole(name, kinds):
-    assert_as_plain(MODELS[name]().double())
-    assert set(kinds.found) == {torch.Tensor}
-
-
-@pytest.mark.parametrize(("make", "ubatch_size"), [(bert_mlm, 5), (MODELS["llama, tied"], 3)])
-def test_a_loss_of_ones_own_in_float64(make, ubatch_size, kinds):
+@pytest.mark.parametrize("name", MODELS)
+def test_embeddings_run_by_micro_batches_where_their_rows_are_independent(name, made_real):
+    make, runs_by_rows = MODELS[name]
     model = make().double()
+    kinds = kinds_of(model)
+    assert_as_plain(model)
+    plain_calls = len(kinds) // 2
+    assert kinds.count(HostRows) == (plain_calls if runs_by_rows else 0)
+    assert not runs_by_rows or made_real() == []
+
+
+@pytest.mark.parametrize(("name", "ubatch_size"), [("bert, tied", 5), ("llama, tied", 3)])
+def test_a_loss_of_ones_own_in_float64(name, ubatch_size, made_real):
+    model = MODELS[name][0]().double()
     batch = batch_for(model)
     labels = batch.pop("labels")
 
@@ -253,19 +189,19 @@ def test_a_loss_of_ones_own_in_float64(make, ubatch_size, kinds):
         return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), labels[:, 1:].reshape(-1).to(logits.device))
 
     assert_steps_as_plain(model, [batch] * 2, loss, ubatch_size=ubatch_size)
-    assert kinds.made_real == []
+    assert made_real() == []
 
 
 @cpu_suffices
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_dropout_has_the_same_mask_in_the_recompute(name, kinds):
+def test_dropout_has_the_same_mask_in_the_recompute(name):
     """Within the embeddings, or between them and the layers: the gradient of a table of positions, or of a bias, is
     the sum of what dropout let through, which the first hidden states show."""
     model = gpt2() if name == "gpt2" else bert(dropout=0.5)
     inner = model.double().train().base_model
     if name == "gpt2":
         inner.drop.p = 0.5
-    ids = batch_for(model)["input_ids"]
+    ids, kinds = batch_for(model)["input_ids"], kinds_of(model)
     attached(model, **ON_HOST)
     for _ in range(2):
         model.zero_grad()
@@ -276,7 +212,7 @@ def test_dropout_has_the_same_mask_in_the_recompute(name, kinds):
             torch.testing.assert_close(inner.wpe.weight.grad[: ids.shape[1]], let_through)
         else:
             torch.testing.assert_close(inner.embeddings.LayerNorm.bias.grad, let_through.sum(0))
-    assert set(kinds.found) == {HostRows}
+    assert set(kinds) == {HostRows}
 
 
 class Sums(nn.Module):
@@ -292,35 +228,22 @@ class Sums(nn.Module):
 
 
 @cpu_suffices
-def test_what_is_needed_as_a_whole_stays_on_the_device_and_is_told_once(kinds):
+def test_what_is_needed_as_a_whole_stays_on_the_device_and_is_told_once(made_real):
     assert_as_plain(Sums().double(), steps=3)
-    assert kinds.made_real == [
+    assert made_real() == [
         "all rows of what Embedding returns are needed at once, so they stay on the device from now on (6.0 KiB)"
     ]
-
-
-@cpu_suffices
-@pytest.mark.parametrize("name", ["gpt2, which adds positions", "t5, a table of two stacks"])
-def test_generation_between_steps_is_that_of_the_plain_model(name):
-    model = MODELS[name]().double()
-    plain, batch = copy.deepcopy(model), batch_for(model, masked=False)
-    given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    expected = plain.generate(batch["input_ids"], **given)
-    attached(model, **ON_HOST)
-    for _ in range(2):
-        model(**batch).loss.backward()
-        assert torch.equal(model.generate(batch["input_ids"], **given), expected)
 
 
 # ---- modules after the layers
 
 
-class Between(nn.Module):
-    """An encoder, something after its layers, and a loss of both."""
+class After(nn.Module):
+    """An encoder, a part after its layers that computes in a way of its own, and a loss of both."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, compute: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.model, self.part = bert().bert, part
+        self.model, self.part = bert().bert, Part(compute)
         self.model.pooler = None
 
     def forward(self, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
@@ -328,59 +251,50 @@ class Between(nn.Module):
         return self.part(hidden, **given).square().mean() + hidden.mean(1).square().mean()
 
 
-class Shifted(nn.Module):
-    """Adds positions that are given without rows."""
-
-    def __init__(self) -> None:
+class Part(nn.Module):
+    def __init__(self, compute: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.scale = nn.Linear(1, 1)
+        self.norm, self.compute = nn.LayerNorm(16), compute
 
     def forward(self, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
-        return hidden + self.scale.weight * given.get("places", torch.zeros(hidden.shape[1]))[:, None]
+        return self.compute(self, hidden, **given)
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
+def shifted(part: Part, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """By positions that are given without rows."""
+    return hidden + part.norm.weight * places[:, None]
 
 
-class Cut(Norm):
-    """Cuts each row to a length of a list."""
-
-    def forward(self, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        return self.norm(torch.stack([row[:n].mean(0) for row, n in zip(hidden, lengths, strict=False)]))
+def cut(part: Part, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Each row to a length of a list."""
+    return part.norm(torch.stack([row[:n].mean(0) for row, n in zip(hidden, lengths, strict=False)]))
 
 
-class MixesInTraining(Norm):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.norm(hidden - hidden.mean(0) if self.training else hidden)
+def mixed_in_training(part: Part, hidden: torch.Tensor) -> torch.Tensor:
+    return part.norm(hidden - hidden.mean(0) if part.training else hidden)
 
 
-class Noting(Norm):
+def noting(part: Part, hidden: torch.Tensor) -> torch.Tensor:
     """Leaves a statistic of its rows behind, which it uses."""
-
-    seen: Any = None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.seen = hidden.detach().max()
-        return self.norm(hidden) * self.seen
+    part.seen = hidden.detach().max()
+    return part.norm(hidden) * part.seen
 
 
-class Checkpointed(Norm):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(lambda x: self.norm(x).tanh() * x, hidden, use_reentrant=False)
+def checkpointed(part: Part, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda x: part.norm(x).tanh() * x, hidden, use_reentrant=False)
 
 
-class Tabled(Between):
+class Tabled(nn.Module):
     """Adds a table of positions (tokens, width) that trains to what its layers return."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Embedding(6, 16))
+        super().__init__()
+        self.model, self.table = bert().bert, nn.Embedding(6, 16)
+        self.model.pooler = None
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.model(input_ids).last_hidden_state
-        return ((hidden + self.part.weight) * 2)[:, 0].square().mean()
+        return ((hidden + self.table.weight) * 2)[:, 0].square().mean()
 
 
 class Turned(nn.Module):
@@ -410,38 +324,87 @@ class Twice(nn.Module):
         return self.model(**batch).loss
 
 
+class BetweenLayers(nn.Module):
+    """Computes with the outputs of its layers before the next one gets them."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.model, self.in_place = llama(), in_place
+        self.model.model.norm.requires_grad_(False)  # it is not used
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        inner = self.model.model
+        hidden = inner.embed_tokens(input_ids)
+        places = inner.rotary_emb(hidden, torch.arange(input_ids.shape[1], device=hidden.device)[None])
+        for layer in inner.layers:
+            hidden = layer(hidden, position_embeddings=places)
+            hidden = hidden.mul_(1.5) if self.in_place else hidden * 1.5
+        return self.model.lm_head(hidden).square().mean()
+
+
 def ids(tokens: int = 6) -> torch.Tensor:
     return torch.randint(5, VOCAB, (ROWS, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
+TWICE = [{"input_ids": ids()}] * 2
 CALLS: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]]]] = {
     "positions, then as many tokens as rows": (
-        lambda: Between(Shifted()),
+        lambda: After(shifted),
         [{"input_ids": ids(n), "places": torch.arange(n).double()} for n in (6, ROWS, 6)],
     ),
     "a list with an entry per row": (
-        lambda: Between(Cut()),
-        [{"input_ids": ids(), "lengths": [3] * ROWS}, {"input_ids": ids(), "lengths": list(range(1, 5)) * 2}],
+        lambda: After(cut),
+        [{"input_ids": ids(), "lengths": lengths} for lengths in ([3] * ROWS, list(range(1, 5)) * 2)],
     ),
     "mixed in training alone": (
-        lambda: Between(MixesInTraining()),
+        lambda: After(mixed_in_training),
         [{"input_ids": ids(), "train": train} for train in (False, True, False)],
     ),
-    "statistics": (lambda: Between(Noting()), [{"input_ids": ids()}] * 2),
-    "activation checkpointing": (lambda: Between(Checkpointed()), [{"input_ids": ids()}] * 2),
-    "a table without rows": (Tabled, [{"input_ids": ids()}] * 2),
+    "statistics": (lambda: After(noting), TWICE),
+    "activation checkpointing": (lambda: After(checkpointed), TWICE),
+    "a table without rows": (Tabled, TWICE),
     "a backward inside the forward": (Twice, [{"input_ids": ids(), "labels": ids()}] * 2),
     "layers that take tokens first": (Turned, [{"input_ids": ids(5)}] * 2),
+    "computed with between layers": (lambda: BetweenLayers(in_place=False), TWICE),
+    "changed in place between layers": (lambda: BetweenLayers(in_place=True), TWICE),
 }
 
 
 @cpu_suffices
 @pytest.mark.parametrize("name", CALLS)
-def test_what_runs_by_micro_batches_is_found_for_each_kind_of_call(name, kinds):
+def test_what_runs_by_micro_batches_is_found_for_each_kind_of_call(name, made_real):
     make, batches = CALLS[name]
-    options = {"layer_classes": ("TransformerEncoderLayer",)} if make is Turned else {}
-    assert_steps_as_plain(make().double(), batches, **options)
-    assert kinds.made_real == [] or make is not Tabled
+    model = make().double()
+    classes = {"TransformerEncoderLayer", "BertLayer", "LlamaDecoderLayer"} & {
+        type(m).__name__ for m in model.modules()
+    }
+    assert_steps_as_plain(model, batches, layer_classes=tuple(classes))
+    assert made_real() == [] or make is not Tabled
+
+
+@cpu_suffices
+def test_hidden_states_that_the_program_reads_have_the_gradients_of_plain_ones():
+    """From the second time on, the last one is on the device: it is what programs read."""
+    read: list[list[bool]] = []
+
+    def loss(found: Any) -> torch.Tensor:
+        states = found.hidden_states
+        read.append([isinstance(state, HostRows) for state in states])
+        assert all(state.is_waiting for state in states if isinstance(state, HostRows))
+        return sum(state[:, 0].square().mean() * (i + 1) for i, state in enumerate(states))
+
+    model = bert(num_hidden_layers=4).double()
+    batch = {**batch_for(model), "output_hidden_states": True}
+    assert_steps_as_plain(model, [batch] * 2, loss)
+    assert read[::2] == [[True] * 5, [True] * 4 + [False]]
+
+
+def test_hidden_states_that_are_not_cut_stay_on_the_device():
+    model = attached(bert(num_hidden_layers=3), stash="host", boundary="host")
+    for mode in (nullcontext(), torch.no_grad()):
+        with mode:
+            states = model(**batch_for(model), output_hidden_states=True).hidden_states
+        assert not any(isinstance(state, HostRows) for state in states)
 
 
 # ---- programs

@@ -55,19 +55,14 @@ class FaultError(Exception):
     pass
 
 
+def of_masters(arguments: Any) -> list[torch.Tensor]:
+    return [master.parameter for master in arguments[1]]
+
+
 @contextmanager
 def failing(what: str, victims: Iterable[torch.Tensor], error: type[BaseException] = FaultError) -> Iterator[None]:
     """Inside, each such thing that one of these parameters takes part in raises."""
     addresses = {id(each) for each in victims}
-
-    def of_unit(arguments: Any) -> Any:
-        return arguments[1].module.parameters()
-
-    def of_pairs(arguments: Any) -> Any:
-        return [master.parameter for master, _ in arguments[1]]
-
-    def of_masters(arguments: Any) -> Any:
-        return [master.parameter for master in arguments[1]]
 
     def of_span(arguments: Any) -> Any:
         of = getattr(arguments[2], "layer", arguments[2])
@@ -75,8 +70,8 @@ def failing(what: str, victims: Iterable[torch.Tensor], error: type[BaseExceptio
         return parameters if arguments[1] == what else []
 
     owner, name, parameters = {
-        "upload": (Copies, "of_unit", of_unit),
-        "download": (Gradients, "receive", of_pairs),
+        "upload": (Copies, "of_unit", lambda arguments: arguments[1].module.parameters()),
+        "download": (Gradients, "receive", lambda arguments: [master.parameter for master, _ in arguments[1]]),
         "update": (updates, "carry_out", of_masters),
         "renewal": (Copies, "renew", of_masters),
     }.get(what, (stream, "span", of_span))
@@ -89,6 +84,11 @@ def failing(what: str, victims: Iterable[torch.Tensor], error: type[BaseExceptio
 
     with mock.patch.object(owner, name, broken):
         yield
+
+
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+    model(**batch).loss.backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,7 @@ def test_a_fault_is_told_with_its_layer_and_the_step_repeated_or_refused(fault, 
 
         def step(model: Any = model, eps: Any = eps, optimizer: Any = optimizer, batch: Any = batch) -> None:
             optimizer.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
+            make_step(model, optimizer, batch)
             if mode == "eager":  # the updates of the first layers, which come last, may still be under way
                 eps.synchronize()
 
@@ -152,8 +151,7 @@ def test_a_model_whose_engine_has_failed_can_be_collected(fault):
         model, _, optimizer, batch = attach(eps_update="eager", num_threads=2)
         with failing(fault, model.blocks[1].parameters()), pytest.raises(FaultError):
             for _ in range(2):
-                train_once(model, batch)
-                optimizer.step()
+                make_step(model, optimizer, batch)
         return weakref.ref(model)
 
     gone, until = failed(), time.monotonic() + 60
@@ -176,8 +174,7 @@ def test_a_sum_is_in_its_place_again_after_a_backward_that_failed():
 def test_a_fault_outside_the_layers_is_told_with_its_name(name, mode):
     model, _, optimizer, batch = attach(eps_update=mode)
     with failing("download", [dict(model.named_parameters())[name]]), pytest.raises(FaultError) as told:
-        model(**batch).loss.backward()
-        optimizer.step()
+        make_step(model, optimizer, batch)
     assert f"raised in the download of {name}" in told.value.__notes__
     if mode == "eager" and name == "embed.weight":  # the last that comes
         with pytest.raises(EngineFailedError):
@@ -201,7 +198,6 @@ class Broken(torch.optim.AdamW):
 
     victim: int | None = None  # its address
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         held = [p for group in self.param_groups for p in group["params"]]
         if any(p.data_ptr() == self.victim and p.grad is not None for p in held):
@@ -213,16 +209,14 @@ def test_a_step_that_raises_in_the_program_stops_the_engine():
     """Serial updates are the optimizer's own: some layers have made the step, and others have not."""
     model, _, optimizer, batch = attach(make=Broken, eps_update="serial")  # its step calls that of its base class
     for _ in range(2):
-        train_once(model, batch)
-        optimizer.step()
+        make_step(model, optimizer, batch)
     optimizer.victim = model.blocks[1].down.bias.data_ptr()
     train_once(model, batch)
     with pytest.raises(FaultError):
         optimizer.step()
-    with pytest.raises(EngineFailedError, match="Broken"):
-        model(**batch)
-    with pytest.raises(EngineFailedError):
-        optimizer.state_dict()
+    for again in (lambda: model(**batch), optimizer.state_dict):
+        with pytest.raises(EngineFailedError, match="Broken"):
+            again()
     with pytest.warns(UserWarning, match="an update failed"):
         detach_l2l(model)
 

@@ -1,9 +1,13 @@
-"""What `p.grad` holds: sums of gradients as in plain torch, which the program may read, set, clip and keep."""
+"""What `p.grad` holds: sums of gradients as in plain torch, which the program may read, set, clip and keep;
+and masters that are the right ones whatever a program does to the model, between which parts of a step."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +15,18 @@ import torch
 from torch import nn
 
 from devices import DEVICE
-from hf_l2l import EagerParamServer, L2LConfig, attach_l2l
+from hf_l2l import EagerParamServer, L2LConfig, NonFiniteError, attach_l2l
 from memory_switches import forced_copies
-from models import Toy, assert_bits_of_plain, assert_same_bits, batch_for, gradients, train_once
+from models import (
+    Block,
+    Toy,
+    assert_bits_of_plain,
+    assert_same_bits,
+    batch_for,
+    gradients,
+    has_bits_of_plain,
+    train_once,
+)
 from runs import assert_same_run, assert_same_tensors, attach, config_for, run_of
 from tiers import cpu_suffices, more, nightly, on_a_device, on_the_host
 
@@ -21,10 +34,7 @@ from tiers import cpu_suffices, more, nightly, on_a_device, on_the_host
 @pytest.fixture(params=["views", "copies"] if DEVICE == "cpu" else ["copies"])
 def copies(request):
     """On the CPU, gradients are handed over, or copied as on a device with memory of its own."""
-    if request.param == "views" or DEVICE != "cpu":
-        yield
-        return
-    with forced_copies():
+    with forced_copies() if request.param == "copies" and DEVICE == "cpu" else nullcontext():
         yield
 
 
@@ -33,6 +43,10 @@ def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
     plain = copy.deepcopy(model).eval()
     attach_l2l(model.eval(), config_for(model, device=DEVICE, **options))
     return model, plain
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 # ---- sums
@@ -180,9 +194,7 @@ def in_a_backward(do: Callable[[], Any]) -> None:
 def test_sparse_and_dense_gradients_of_one_weight_add_up(order, copies):
     """Within a backward and, after a "+", in the next one. The simulated device itself makes no sparse tensors."""
     module, other = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)
-    eps = EagerParamServer(
-        nn.ModuleList([module, other]), torch.device(DEVICE, 0) if DEVICE != "cpu" else torch.device("cpu")
-    )
+    eps = EagerParamServer(nn.ModuleList([module, other]), torch.empty(0, device=DEVICE).device)
     sums = torch.zeros(4, 2)
 
     def receive(kind: str, value: float) -> None:
@@ -190,13 +202,14 @@ def test_sparse_and_dense_gradients_of_one_weight_add_up(order, copies):
         gradient[1:3] = value
         sums.add_(gradient)
         sent = gradient.to_sparse() if kind == "s" else gradient.to(DEVICE)
-        eps.receive(
-            [(eps.masters.of(module.weight), sent), (eps.masters.of(other.bias), torch.ones(2, device=DEVICE))]
-        )
+        eps.receive([(eps.masters.of(module.weight), sent), one_of_the_other()])
 
     def fail() -> None:
         receive("s", 7.0)
         raise KeyError
+
+    def one_of_the_other() -> Any:
+        return eps.masters.of(other.bias), torch.ones(2, device=DEVICE)
 
     for turn, backward in enumerate(order.split("+")):
         in_a_backward(lambda: [receive(kind, 10.0**i + turn) for i, kind in enumerate(backward)])  # noqa: B023
@@ -207,7 +220,7 @@ def test_sparse_and_dense_gradients_of_one_weight_add_up(order, copies):
         module.zero_grad(), other.zero_grad()
         with pytest.raises(KeyError):
             in_a_backward(fail)
-        in_a_backward(lambda: eps.receive([(eps.masters.of(other.bias), torch.ones(2, device=DEVICE))]))
+        in_a_backward(lambda: eps.receive([one_of_the_other()]))
         assert other.bias.grad.tolist() == [1.0, 1.0]
     eps.release()
 
@@ -226,15 +239,13 @@ class Looking(nn.Module):
 @on_the_host  # the simulated accelerator makes no sparse tensors
 @pytest.mark.parametrize("mode", ["serial", "eager"])
 def test_sparse_gradients_are_trained_with_as_in_plain_torch(mode, copies):
-    def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-        dense = [p for n, p in model.named_parameters() if "linear" in n]
-        sparse = [p for n, p in model.named_parameters() if "linear" not in n]
-        return [torch.optim.SparseAdam(sparse, lr=0.1), torch.optim.SGD(dense, lr=0.1)]
-
     plain = nn.Sequential(nn.Embedding(9, 4, sparse=True), Looking(), Looking())
     model = copy.deepcopy(plain)
     eps = attach_l2l(model, L2LConfig(layer_classes=("Looking",), eps_update=mode, device=DEVICE))
-    optimizers = [optimizer for each in (plain, model) for optimizer in optimizers_of(each)]
+    optimizers = []
+    for each in (plain, model):
+        dense, sparse = ([p for n, p in each.named_parameters() if ("linear" in n) is kind] for kind in (True, False))
+        optimizers += [torch.optim.SparseAdam(sparse, lr=0.1), torch.optim.SGD(dense, lr=0.1)]
     for optimizer in optimizers[2:]:
         eps.wrap(optimizer)
     for step in range(2):
@@ -259,9 +270,7 @@ def test_clipping_is_torchs_own_and_seen_by_whoever_reads():
     """A read between clipping and step returns clipped gradients, and a write there takes effect."""
     found = []
     for mode in ("serial", "deferred"):
-        model, eps, optimizer, batch = attach(
-            Toy(dropout=0.0), lambda ps: torch.optim.SGD(ps, lr=0.1), eps_update=mode
-        )
+        model, eps, optimizer, batch = attach(Toy(dropout=0.0), sgd, eps_update=mode)
         train_once(model, batch)
         expected = {name: p.grad.clone() for name, p in model.named_parameters()}
         parameters = [nn.Parameter(torch.zeros_like(g)) for g in expected.values()]
@@ -313,10 +322,9 @@ def test_norms_contain_what_a_loss_makes_of_the_masters_themselves(mode, togethe
                 penalty.backward()
         norm = eps.grad_norm()
         assert torch.equal(norm, torch.nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()]))
-        expected = {name: 2 * 200.0 * p.detach() for name, p in model.named_parameters()}
         assert norm > 100.0
         for name, p in model.named_parameters():
-            torch.testing.assert_close(p.grad, expected[name], rtol=0.0, atol=2.0, msg=name)
+            torch.testing.assert_close(p.grad, 2 * 200.0 * p.detach(), rtol=0.0, atol=2.0, msg=name)
         optimizer.step()
 
 
@@ -342,3 +350,175 @@ def test_an_eager_update_leaves_a_gradient_that_autograd_put_there_to_the_step(m
         optimizer.step()
         runs.append(run_of(model, optimizer, []))
     assert_same_run(runs[1], runs[0])
+
+
+# ---- evaluations with other weights
+
+
+def evaluated_with(model: nn.Module, values: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.func.functional_call(model, values, args=(), kwargs=batch).loss
+
+
+def average_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("kind", "options"), [(torch.Tensor.clone, {}), (nn.Parameter, {"cmp": "bf16"})])
+def test_an_evaluation_with_other_weights_changes_nothing_of_the_step(kind, options):
+    plain = Toy(dropout=0.0)
+    model, eps, optimizer, batch = attach(
+        copy.deepcopy(plain), sgd, ubatch_size=None, eps_update="deferred", **options
+    )
+    train_once(model, batch)
+    expected = eps.grad_norm()
+    values = {name: kind(value) for name, value in average_of(model).items()}
+    found, wanted = evaluated_with(model, values, batch), evaluated_with(plain, values, batch)
+    assert options or has_bits_of_plain(found, wanted)
+    assert expected > 0 and torch.equal(eps.grad_norm(), expected)
+    eps.clip_grad_norm_(1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    steps = torch.stack([(p.detach() - old).norm() for p, old in zip(model.parameters(), before, strict=True)])
+    assert 0 < steps.norm() <= 0.1 * 1e-3 * 1.01
+    alive = [weakref.ref(value) for value in values.values()]
+    del values
+    gc.collect()
+    assert not any(each() is not None for each in alive)
+
+
+def test_an_evaluation_with_other_weights_hides_no_gradient_that_is_not_finite():
+    model, eps, optimizer, batch = attach(Toy(dropout=0.0), sgd, eps_update="deferred")
+    (model(**batch).loss * float("nan")).backward()
+    evaluated_with(model, average_of(model), batch)
+    with pytest.raises(NonFiniteError):
+        eps.clip_grad_norm_(1e-3)
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@cpu_suffices
+def test_a_refused_call_in_an_eager_step_leaves_the_step_as_it_is():
+    model, _, optimizer, batch = attach(Toy(dropout=0.0), sgd, eps_update="eager")
+    train_once(model, batch)
+    with pytest.raises(ValueError, match="must be its own parameters"):
+        torch.func.functional_call(model, average_of(model), args=(), kwargs=batch)
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    train_once(model, batch)
+    optimizer.step()
+
+
+# ---- changes of the model
+
+
+def test_a_replaced_parameter_is_freed():
+    model, _, _, batch = attach(Toy(dropout=0.0), lambda ps: sgd([*ps][:1]))
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())  # not tied any more
+    model(**batch)
+    gone = weakref.ref(model.blocks[0].up.weight)
+    model.blocks[0].up.weight = nn.Parameter(torch.zeros(16, 8))
+    with torch.no_grad():
+        model(**batch)
+    train_once(model, batch)
+    gc.collect()
+    assert gone() is None and model.blocks[0].up.weight.grad is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"cmp": "bf16"}], ids=str)
+def test_what_is_frozen_after_the_forward_is_not_trained(options):
+    model, _, optimizer, batch = attach(Toy(dropout=0.0), sgd, **options)
+    train_once(model, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = model(**batch).loss
+    model.blocks[1].requires_grad_(False)
+    before = [p.detach().clone() for p in model.blocks[1].parameters()]
+    loss.backward()
+    assert all(p.grad is None for p in model.blocks[1].parameters())
+    assert model.blocks[0].up.weight.grad is not None
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.blocks[1].parameters(), before, strict=True))
+
+
+@cpu_suffices
+def test_a_layer_may_add_a_module_without_parameters():
+    model, _, _, batch = attach(Toy(dropout=0.0))
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, _: block.add_module("late", nn.GELU()))
+    for _ in range(2):
+        train_once(model, batch)
+    assert model.blocks[0].up.weight.grad is not None
+
+
+class Copying(torch.optim.SGD):
+    """Deep-copies the parameters that it updates."""
+
+    def step(self, closure: Any = None) -> None:
+        copies = [copy.deepcopy(p) for group in self.param_groups for p in group["params"]]
+        assert all(type(each) in (torch.Tensor, nn.Parameter) for each in copies)
+        super().step()
+
+
+@cpu_suffices
+def test_an_optimizer_may_copy_its_parameters():
+    model, eps, optimizer, batch = attach(make=Copying, eps_update="deferred", cmp="bf16")
+    for _ in range(2):
+        train_once(model, batch)
+        optimizer.step()
+    eps.synchronize()
+
+
+@cpu_suffices
+@pytest.mark.parametrize("options", [{"cmp": "bf16"}, {"cmp": "fp16", "loss_scale_init": 8.0}], ids=str)
+def test_two_forwards_in_the_first_step_have_the_gradients_of_both(options):
+    first, _, kept, batch = attach(Toy(dropout=0.0), ubatch_size=4, **options)
+    (first(**batch).loss + first(**batch).loss).backward()
+    second, _, other, _ = attach(Toy(dropout=0.0), ubatch_size=4, **options)
+    for _ in range(2):
+        train_once(second, batch)
+    torch.testing.assert_close(gradients(first), gradients(second), rtol=1e-2, atol=1e-4)
+    assert kept is not other  # an EPS keeps no optimizer alive
+
+
+class Keeping(Block):
+    """Keeps something that its weight is in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.up.weight.square().sum()
+        return super().forward(x)
+
+
+@on_a_device  # the weight is not the master itself
+def test_a_backward_through_a_weight_that_a_layer_kept_disturbs_no_other():
+    model = Toy(2)
+    model.blocks = nn.ModuleList(Keeping(8, 0.0, buffers=False) for _ in range(2))
+    model, _, _, batch = attach(model, layer_classes=("Keeping",), ubatch_size=None)
+    train_once(model, batch)
+    expected = model.blocks[0].up.weight.grad.clone()
+    model.blocks[0].kept.backward()
+    model.zero_grad()
+    train_once(model, batch)
+    assert torch.equal(model.blocks[0].up.weight.grad, expected)
+
+
+class Convolved(nn.Sequential):
+    """A layer of one module."""
+
+
+@cpu_suffices
+def test_strides_that_change_are_those_of_the_layer_and_its_gradients():
+    model, seen = nn.Sequential(*(Convolved(nn.Conv2d(4, 4, 3, padding=1)) for _ in range(2))), []
+    for layer in model:
+        layer[0].register_forward_pre_hook(
+            lambda module, _: seen.append(module.weight.is_contiguous(memory_format=torch.channels_last))
+        )
+    attach_l2l(model, L2LConfig(device=DEVICE, layer_classes=("Convolved",)))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model.to(memory_format=memory_format)
+        model(torch.randn(2, 4, 5, 5)).square().mean().backward()
+        assert {*seen} == {memory_format == torch.channels_last}
+        weight = model[0][0].weight
+        assert weight.grad.stride() == weight.stride()
+        seen.clear()
+        model.zero_grad()

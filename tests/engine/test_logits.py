@@ -13,7 +13,7 @@ import transformers as hf
 from torch import nn
 
 from devices import DEVICE
-from hf_l2l import L2LConfig, L2LTrainer, L2LTrainingArguments, attach_l2l, detach_l2l
+from hf_l2l import L2LTrainer, L2LTrainingArguments, detach_l2l
 from hf_l2l.logits.deferred import DeferredLogits
 from memory_switches import forced_copies
 from models import (
@@ -31,8 +31,10 @@ from models import (
     relative_error,
     t5,
 )
-from tiers import ALL, more, on_a_device
+from runs import attach
+from tiers import more, on_a_device
 from training import arguments, settled_memory
+from twins import KINDS
 
 ROWS = 60
 """Of six tokens: two chunks of 128, and a part of one."""
@@ -50,14 +52,9 @@ def _causal(name: str, **more: object) -> nn.Module:
     return getattr(hf, f"{name}ForCausalLM")(config)
 
 
-def bert_mlm() -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
-
-
 def bart() -> nn.Module:
-    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
-    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
-    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24)
+    of_each = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in of_each.items()}
     config = hf.BartConfig(d_model=16, vocab_size=VOCAB, max_position_embeddings=32, dropout=0.0, **sizes)
     return hf.BartForConditionalGeneration(config)
 
@@ -68,7 +65,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "gemma2": lambda: _causal("Gemma2", head_dim=8, final_logit_softcapping=2.0),
     "cohere": lambda: _causal("Cohere", logit_scale=0.3),
-    "bert": bert_mlm,
+    "bert": lambda: KINDS["bert"](VOCAB, 0.0),
     "t5": t5,
     "bart": bart,
 }
@@ -80,11 +77,7 @@ def run(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, dict[str
     return found, gradients(model)
 
 
-def on_device(model: nn.Module, **options: Any) -> nn.Module:
-    return attached(model, device=DEVICE, **options)
-
-
-@pytest.mark.parametrize("name", MODELS if ALL else ("llama", "gemma2", "cohere", "bert", "t5", "bart"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "bert", "t5", "bart", *more("llama, tied", "gpt2")])
 def test_a_loss_in_chunks(name, caplog):
     torch.manual_seed(0)
     model = MODELS[name]().double().eval()
@@ -92,7 +85,7 @@ def test_a_loss_in_chunks(name, caplog):
     if name == "llama":
         batch["num_items_in_batch"] = 17
     plain, expected = run(copy.deepcopy(model), batch)
-    found, grads = run(on_device(model, ubatch_size=None if name == "llama" else 25), batch)
+    found, grads = run(attached(model, ubatch_size=None if name == "llama" else 25), batch)
     assert isinstance(found.logits, DeferredLogits) and not found.logits.deferred.is_there
     assert [record for record in caplog.records if record.name == "hf_l2l" and record.levelname == "WARNING"] == []
     # Losses in transformers are fp32 in float64 models, too.
@@ -104,7 +97,7 @@ def test_a_loss_in_chunks(name, caplog):
 
 @on_a_device
 def test_logits_that_were_read_are_free_with_the_last_reference():
-    model = on_device(MODELS["gemma2"]())  # whose tanh saves its result
+    model = attached(MODELS["gemma2"]())  # whose tanh saves its result
     held = []
     for _ in range(2):
         assert model(**batch_for(model, rows=ROWS)).logits.sum().item() != 0.0
@@ -125,7 +118,7 @@ def test_logits_of_the_program_are_part_of_the_graph():
         return value.detach()
 
     plain = copy.deepcopy(model)
-    assert loss(on_device(model)).item() == pytest.approx(loss(plain).item(), rel=EXACT)
+    assert loss(attached(model)).item() == pytest.approx(loss(plain).item(), rel=EXACT)
     assert relative_error(gradients(model), gradients(plain)) < TOLERANCE[torch.float64]
 
 
@@ -137,11 +130,10 @@ def test_logits_wait_unless_told_otherwise(options, defers):
     torch.manual_seed(0)
     model = llama()
     plain, batch = copy.deepcopy(model), batch_for(model, rows=ROWS)
-    optimizer = torch.optim.SGD(model.parameters())
-    attach_l2l(model, L2LConfig(device=DEVICE, **options)).wrap(optimizer)
+    model, _, optimizer, _ = attach(model, ubatch_size=None, **options)
     found, grads = run(model, batch)
     assert isinstance(found.logits, DeferredLogits) is defers
-    assert found.logits.dtype == torch.float32
+    assert found.logits.dtype == torch.float32 and optimizer is not None
     expected, others = run(plain, batch)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=2e-2 if "cmp" in options else 1e-5)
     assert relative_error(grads, others) < (0.1 if "cmp" in options else 1e-5)
@@ -155,7 +147,7 @@ def test_few_tokens_and_shared_memory_leave_the_bits_of_plain_torch(shares_memor
     plain, expected = run(copy.deepcopy(model), batch)
     if shares_memory:
         monkeypatch.setattr("hf_l2l.runtime.stream.shares_host_memory", lambda device: True)
-    found, grads = run(on_device(model), batch)
+    found, grads = run(attached(model), batch)
     assert not isinstance(found.logits, DeferredLogits) and has_bits_of_plain(found.loss, plain.loss)
     assert_bits_of_plain(grads, expected)
 
@@ -164,7 +156,7 @@ def test_few_tokens_and_shared_memory_leave_the_bits_of_plain_torch(shares_memor
 
 
 def test_without_gradients_logits_are_there():
-    model = on_device(llama())
+    model = attached(llama())
     batch = batch_for(model, rows=ROWS)
     with torch.no_grad():
         assert not isinstance(model(**batch).logits, DeferredLogits)
@@ -209,7 +201,7 @@ def test_a_head_of_another_kind_is_said_once(caplog):
     model.lm_head = _Scaled(16, VOCAB, bias=False).double()
     batch = batch_for(model, rows=ROWS)
     _, expected = run(copy.deepcopy(model), batch)
-    on_device(model)
+    attached(model)
     for _ in range(2):
         model.zero_grad()
         found, grads = run(model, batch)

@@ -1,8 +1,10 @@
-"""Cross mixed precision: 16 bits on the device, fp32 in the EPS, against plain torch that does the same by hand."""
+"""Cross mixed precision: 16 bits on the device, fp32 in the EPS, against plain torch that does the same by hand; and
+moments in 16 bits, whose rounding is right on average, with the same bits in every mode, and in checkpoints."""
 
 from __future__ import annotations
 
 import copy
+import io
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,69 +13,62 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.func import functional_call
-from transformers.utils import ModelOutput
 
-import models
 from devices import DEVICE
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.model.precision import let_heads_return_fp32
-from models import FAMILIES, batch_for
-from runs import assert_same_tensors
-from tiers import cpu_suffices, more, nightly, times
+from hf_l2l.optim.bf16_state import GROUP_KEY, Rounding, stochastically_rounded, widened
+from models import FAMILIES, ROWS, Block, Toy, batch_for, train_once
+from runs import OPTIMIZERS, Run, assert_same_run, assert_same_tensors, attach, config_for, run_of, seed_all
+from tiers import combinations, cpu_suffices, more, nightly, times
 
-CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in ("serial", "deferred", "eager")]
-CASES.remove(("fp16", "eager"))
+MODES = ("serial", "deferred", "eager")
+CASES = [(cmp, mode) for cmp in ("bf16", "fp16") for mode in MODES if (cmp, mode) != ("fp16", "eager")]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-VOCAB, WIDTH, LAYERS, ROWS = 11, 8, 3, 8
+WIDTH, LAYERS = 8, 3
+TOO_LARGE = 2.0**21
+"""A scale of fp16 with which the first steps are skipped."""
+SEED = 11
+"""The one that `attach` sets."""
 
 
-class Block(models.Block):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 0.0, buffers=False)
+class Classifying(Toy):
+    """A `Toy` with layers of some kind, whose head is known for one: its logits are to be fp32."""
 
+    def __init__(self, kind: type[Block] = Block) -> None:
+        super().__init__(LAYERS, WIDTH, tied=False, dropout=0.0)
+        if kind is not Block:
+            self.blocks = nn.ModuleList(kind(WIDTH, 0.0, buffers=False) for _ in range(LAYERS))
 
-class Classifying(nn.Module):
-    """Embedding, layers, and a head whose logits are to be fp32."""
-
-    def __init__(self, kind: type[Block]) -> None:
-        super().__init__()
-        self.embed, self.classifier = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(kind() for _ in range(LAYERS))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> ModelOutput:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return ModelOutput(loss=nn.functional.cross_entropy(self.classifier(x).flatten(0, 1), labels.flatten()))
-
-
-def made(kind: type[Block] = Block) -> Classifying:
-    torch.manual_seed(0)
-    return Classifying(kind)
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
 
 
 def under(model: nn.Module, **options: Any) -> tuple[EagerParamServer, torch.optim.Optimizer]:
     """The EPS of a model, and an optimizer."""
-    eps = attach_l2l(model, L2LConfig(device=DEVICE, layer_classes=("Block",), **options))
+    eps = attach_l2l(model, config_for(model, device=DEVICE, **options))
     return eps, eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    ids, labels = (torch.randint(VOCAB, (ROWS, 6), generator=generator) for _ in range(2))
-    return {"input_ids": ids, "labels": labels}
+    return batch_for(Classifying(), masked=False, seed=step)
+
+
+def sent(step: int) -> dict[str, torch.Tensor]:
+    """The batch on the device."""
+    return {name: each.to(DEVICE) for name, each in batch(step).items()}
 
 
 def by_hand(
     dtype: torch.dtype, rows: int, max_norm: float, steps: int, grad_dtype: str = "fp32"
 ) -> tuple[list[float], nn.Module]:
     """Fp32 masters; a 16-bit model computes, layer by layer, and its gradients are summed over ubatches in fp32."""
-    scale = 2.0**16 if dtype == torch.float16 else 1.0
-    masters = made()
+    scale = TOO_LARGE if dtype == torch.float16 else 1.0
+    masters = Classifying()
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
-        ids, labels = (tensor.to(DEVICE) for tensor in batch(step).values())
+        ids, labels = sent(step).values()
         short = copy.deepcopy(masters).to(dtype).to(DEVICE)
         x = short.embed(ids)
         used: list[list[dict[str, torch.Tensor]]] = []  # layer, ubatch: leaves of their own
@@ -83,16 +78,13 @@ def by_hand(
             x = torch.cat(
                 [functional_call(block, leaves, (part,)) for leaves, part in zip(used[-1], parts, strict=True)]
             )
-        loss = nn.functional.cross_entropy(short.classifier(x).float().flatten(0, 1), labels.flatten())
+        loss = nn.functional.cross_entropy(short.head(x).float().flatten(0, 1), labels.flatten())
         (loss * scale).backward()
         for master, p in zip(masters.parameters(), short.parameters(), strict=True):
             master.grad = None if p.grad is None else p.grad.float().cpu()
         for block, leaves in zip(masters.blocks, used, strict=True):
             for name, master in block.named_parameters():
-                total = leaves[0][name].grad.float()
-                for ubatch in leaves[1:]:
-                    total += ubatch[name].grad.float()
-                master.grad = total.cpu()
+                master.grad = sum(ubatch[name].grad.float() for ubatch in leaves).cpu()
         for master in masters.parameters():
             master.grad *= 1 / scale
             if grad_dtype == "16bit":
@@ -110,8 +102,8 @@ def by_hand(
 class Moving(Block):
     """Computes with buffers that it writes to in one way or the other."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.register_buffer("level", torch.full((WIDTH,), 0.3))
         self.register_buffer("turn", torch.full((WIDTH,), 0.3))
         self.dtypes: list[torch.dtype] = []
@@ -133,20 +125,21 @@ SHORT = {"grad_dtype": "16bit", "host_copies": "per_sweep"}
     [
         ("bf16", "serial", ROWS, {}),
         ("bf16", "deferred", 2, SHORT),
-        ("bf16", "eager", 2, {}),
+        ("bf16", "eager", 2, SHORT),
         ("fp16", "serial", 2, SHORT),
         ("fp16", "deferred", ROWS, {}),
         *more(*((*case, rows, options) for case in CASES for rows in (ROWS, 2) for options in ({}, SHORT))),
     ],
 )
 def test_losses_and_masters_are_those_of_plain_torch(cmp, mode, rows, options):
-    """Gradients in 16 bits are rounded once, and used in fp32. The scale of fp16 begins so large that steps are
-    skipped. Norms of a device are summed in another order."""
+    """Gradients in 16 bits are rounded once, and used in fp32; an overflow anywhere vetoes a step of fp16. Norms of a
+    device are summed in another order."""
     max_norm = 0.5 if mode != "eager" and DEVICE == "cpu" else 0.0
     steps = times(4, 30)
     expected, masters = by_hand(DTYPES[cmp], rows, max_norm, steps, options.get("grad_dtype", "fp32"))
-    model, losses = made(), []
-    eps, optimizer = under(model, cmp=cmp, eps_update=mode, ubatch_size=rows, **options)
+    model, losses = Classifying(), []
+    scaled = {"loss_scale_init": TOO_LARGE} if cmp == "fp16" else {}
+    eps, optimizer = under(model, cmp=cmp, eps_update=mode, ubatch_size=rows, **options, **scaled)
     for step in range(steps):
         loss = model(**batch(step)).loss
         assert loss.dtype == torch.float32
@@ -158,6 +151,7 @@ def test_losses_and_masters_are_those_of_plain_torch(cmp, mode, rows, options):
     eps.synchronize()
     assert losses == expected
     assert_same_tensors(dict(model.named_parameters()), dict(masters.named_parameters()))
+    assert cmp == "bf16" or 0 < eps.loss_scale.skipped < steps
 
 
 @cpu_suffices
@@ -194,8 +188,8 @@ def test_gradients_are_those_of_a_16_bit_model(family, cmp):
 
 @pytest.mark.parametrize(("mode", "fused"), [("deferred", False), ("eager", True), *more(("serial", True))])
 def test_copies_are_made_once_per_update_and_never_stale(mode, fused, monkeypatch):
-    model = made()
-    eps = attach_l2l(model, L2LConfig(device=DEVICE, eps_update=mode, cmp="bf16", layer_classes=("Block",)))
+    model = Classifying()
+    eps = attach_l2l(model, config_for(model, device=DEVICE, eps_update=mode, cmp="bf16"))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
 
     def assert_current() -> None:
@@ -204,20 +198,20 @@ def test_copies_are_made_once_per_update_and_never_stale(mode, fused, monkeypatc
             eps.synchronize()
             short = copy_as(model, torch.bfloat16).to(DEVICE)
             let_heads_return_fp32(short)
-            assert torch.equal(found, short(**{name: each.to(DEVICE) for name, each in batch(0).items()}).loss)
+            assert torch.equal(found, short(**sent(0)).loss)
 
     for step in range(3):
         model(**batch(step)).loss.backward()
         optimizer.step()
         assert_current()
     with torch.no_grad():
-        # Two writes that no version counter tells of, and one that it does.
-        model.embed.weight.data.mul_(2.0)
-        assert_current()
-        model.blocks[1].up.bias.numpy()[0] = 3.0
-        assert_current()
-        model.blocks[0].norm.weight.add_(1.0)
-        assert_current()
+        for write in (
+            lambda: model.embed.weight.data.mul_(2.0),  # this one, and the next, no version counter tells of
+            lambda: model.blocks[1].up.bias.numpy().fill(3.0),
+            lambda: model.blocks[0].norm.weight.add_(1.0),
+        ):
+            write()
+            assert_current()
     masters, copy_ = list(model.parameters()), torch.Tensor.copy_
     copied: list[torch.Tensor] = []
 
@@ -233,50 +227,11 @@ def test_copies_are_made_once_per_update_and_never_stale(mode, fused, monkeypatc
     assert not any(any(each is master for master in masters) for each in copied)
 
 
-class Overflowing(Block):
-    """Its gradient is infinite in one ubatch of the backward, as often as it is asked for."""
-
-    ubatch: int | None = None
-    turn = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            if self.turn == self.ubatch:
-                x.register_hook(lambda gradient: gradient * float("inf"))
-            self.turn += 1
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(("layer", "ubatch", "mode"), [(0, 3, "serial"), (LAYERS - 1, 0, "deferred")])
-def test_one_overflow_anywhere_vetoes_the_step(layer, ubatch, mode):
-    model = made(Overflowing)
-    eps, optimizer = under(model, cmp="fp16", eps_update=mode, ubatch_size=2, loss_scale_init=2.0**10)
-
-    def step(number: int) -> None:
-        model(**batch(number)).loss.backward()
-        eps.clip_grad_norm_(1.0)
-        optimizer.step()
-
-    step(0)
-    before = copy.deepcopy((dict(model.named_parameters()), optimizer.state_dict()["state"]))
-    broken = model.blocks[layer]
-    broken.turn, broken.ubatch = 0, ubatch
-    step(1)
-    after = dict(model.named_parameters()), optimizer.state_dict()["state"]
-    assert (eps.loss_scale.value, eps.loss_scale.skipped) == (2.0**9, 1)
-    assert all(p.grad is None for p in model.parameters())
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    broken.ubatch = None
-    step(2)
-    assert (eps.loss_scale.value, eps.loss_scale.skipped) == (2.0**9, 1)
-    assert not torch.equal(model.embed.weight, before[0]["embed.weight"])
-
-
 @nightly
 @cpu_suffices
 def test_any_loop_with_accelerate_skips_and_its_scheduler_waits():
     accelerator = Accelerator(cpu=DEVICE == "cpu")
-    model = made()
+    model = Classifying()
     eps, optimizer = under(model, cmp="fp16", loss_scale_init=2.0**24)
     accelerator.scaler = eps.scaler
     optimizer = accelerator.prepare_optimizer(optimizer, device_placement=False)
@@ -296,10 +251,10 @@ def test_any_loop_with_accelerate_skips_and_its_scheduler_waits():
 
 
 def test_a_model_that_is_detached_has_fp32_gradients_again():
-    model = made()
+    model = Classifying()
     _, optimizer = under(model, cmp="bf16", grad_dtype="16bit")
     model(**batch(0)).loss.backward()
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(VOCAB, WIDTH)  # any code may assign another one
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(60, WIDTH)  # any code may assign another one
     optimizer.step()
     model(**batch(0)).loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -317,8 +272,8 @@ def test_a_model_that_is_detached_has_fp32_gradients_again():
     "option", [{"grad_dtype": "16bit"}, {"moment_dtype": "bf16"}, {"cmp": "fp16"}, {"nonfinite": "skip"}], ids=str
 )
 def test_an_optimizer_that_is_not_wrapped_is_refused(option):
-    model = made()
-    attach_l2l(model, L2LConfig(device=DEVICE, layer_classes=("Block",), **option))
+    model = Classifying()
+    attach_l2l(model, config_for(model, device=DEVICE, **option))
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RuntimeError, match=r"call eps\.wrap\(optimizer\) before backward"):
         model(**batch(0)).loss.backward()
@@ -329,10 +284,10 @@ def test_an_optimizer_that_is_not_wrapped_is_refused(option):
 @pytest.mark.parametrize("mode", ["deferred", "eager"])
 def test_buffers_that_layers_write_to_have_one_dtype_in_all_calls(mode):
     """Results are those of a model in 16 bits."""
-    model = made(Moving)
+    model = Classifying(Moving)
     plain = copy.deepcopy(model).bfloat16().to(DEVICE)
-    plain.classifier.register_forward_hook(lambda module, args, output: output.float())
-    eps = attach_l2l(model, L2LConfig(device=DEVICE, cmp="bf16", eps_update=mode, layer_classes=("Block",)))
+    plain.head.register_forward_hook(lambda module, args, output: output.float())
+    eps = attach_l2l(model, config_for(model, device=DEVICE, cmp="bf16", eps_update=mode))
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=0.0))
     for step in range(3):
         told = pytest.warns(UserWarning, match=r"_keep_in_fp32_modules_strict") if step == 0 else nullcontext()
@@ -345,7 +300,7 @@ def test_buffers_that_layers_write_to_have_one_dtype_in_all_calls(mode):
                 for name in ("level", "turn")
                 for n in range(LAYERS)
             )
-        expected = plain(**{name: each.to(DEVICE) for name, each in batch(step).items()}).loss
+        expected = plain(**sent(step)).loss
         for each in (loss, expected):
             each.backward()
         assert loss.item() == expected.item()
@@ -358,3 +313,125 @@ def test_buffers_that_layers_write_to_have_one_dtype_in_all_calls(mode):
         for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
             assert b.dtype == torch.float32 and torch.equal(b, c.float().cpu()), name
     assert {dtype for block in model.blocks for dtype in block.dtypes} == {torch.bfloat16}
+
+
+# ---- moments in 16 bits
+
+
+@cpu_suffices
+def test_rounding_is_unbiased_over_ten_thousand_draws():
+    """To the two numbers of bfloat16 around a value; one of bfloat16 stays."""
+    for value in (1.001, -0.3333, 7.7e-12, 3.0e-39, 12345.678):
+        exact = torch.tensor(value)
+        down = (exact.view(torch.int32) & -(2**16)).view(torch.float32)
+        up = (down.view(torch.int32) + 2**16).view(torch.float32)
+        rounded = stochastically_rounded(exact.repeat(10_000), seed=3).double()
+        assert set(rounded.tolist()) == {down.item(), up.item()}
+        share = ((exact.double() - down.double()) / (up.double() - down.double())).item()
+        deviation = (share * (1 - share) / 10_000) ** 0.5
+        assert abs((rounded == up).double().mean().item() - share) < 4 * deviation
+    assert set(stochastically_rounded(torch.full((100,), -1.5), seed=3).tolist()) == {-1.5}
+
+
+@cpu_suffices
+def test_the_seed_alone_decides_and_what_is_not_finite_stays_so():
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, 0x7F800001], dtype=torch.int32)
+    for seed in range(8):
+        rounded = stochastically_rounded(bits.clone().view(torch.float32), seed)
+        assert rounded[:3].isnan().all() and not rounded.isfinite().any()
+    values = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    first = stochastically_rounded(values.clone(), 7)
+    torch.manual_seed(2)
+    assert torch.equal(stochastically_rounded(values.clone(), 7), first)
+    assert not torch.equal(stochastically_rounded(values.clone(), 8), first)
+    transposed = values.t().clone(memory_format=torch.preserve_format)
+    assert stochastically_rounded(transposed.clone(memory_format=torch.preserve_format), 7).stride() == (1, 5)
+    assert torch.equal(stochastically_rounded(values[:, ::2], 7).float() - values[:, ::2] < 1, torch.ones(6, 3) > 0)
+
+
+def short_moments(mode: str, name: str = "AdamW") -> Any:
+    made = OPTIMIZERS[name]
+    options = {"eps_update": mode, "moment_dtype": "bf16", "ubatch_size": None}
+    return attach(Toy(2, dropout=0.0), lambda ps: made(list(ps)), **options)
+
+
+def trained(mode: str, name: str = "AdamW", steps: int = 3) -> Run:
+    model, eps, optimizer, _ = short_moments(mode, name)
+    for step in range(steps):
+        train_once(model, batch_for(model, masked=False, seed=step))
+        optimizer.step()
+    eps.synchronize()
+    return run_of(model, optimizer, [])
+
+
+def rounded_by_hand(name: str, steps: int = 3) -> Run:
+    """The optimizer steps as a whole, in fp32; what it keeps is rounded between steps."""
+    model = Toy(2, dropout=0.0)
+    eps = attach_l2l(model, config_for(model, device=DEVICE, eps_update="serial"))
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    eps.wrap(optimizer)
+    seed_all()
+    for step in range(steps):
+        train_once(model, batch_for(model, masked=False, seed=step))
+        for p in model.parameters():
+            if p in optimizer.state:
+                optimizer.state[p].update(widened(optimizer.state[p]))
+        optimizer.step()
+        for index, p in enumerate(model.parameters()):
+            optimizer.state[p].update(Rounding(SEED, step).narrowed(optimizer.state[p], (0, index)))
+    return run_of(model, optimizer, [])
+
+
+@cpu_suffices
+@pytest.mark.parametrize(("mode", "name"), combinations(MODES, OPTIMIZERS, together=1))
+def test_bits_are_those_of_a_whole_step_in_fp32_that_is_rounded(mode, name):
+    found, expected = trained(mode, name), rounded_by_hand(name)
+    assert found.state["param_groups"][0].pop(GROUP_KEY) == (SEED, 3)
+    assert_same_run(found, expected)
+    kept = [t for state in found.state["state"].values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+    assert {t.dtype for t in kept} == {torch.bfloat16}
+
+
+@cpu_suffices
+@pytest.mark.parametrize("mode", ["deferred", "eager"])
+def test_a_checkpoint_goes_on_bit_for_bit(mode):
+    whole, half = trained(mode), trained(mode, steps=2)
+    file = io.BytesIO()
+    torch.save(half._asdict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model, eps, optimizer, _ = short_moments(mode)
+    torch.manual_seed(99)  # the seed of the rounding is in the checkpoint
+    model.load_state_dict(saved["weights"])
+    optimizer.load_state_dict(saved["state"])
+    assert optimizer.param_groups[0][GROUP_KEY] == (SEED, 2)
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
+    train_once(model, batch_for(model, masked=False, seed=2))
+    optimizer.step()
+    eps.synchronize()
+    assert_same_run(run_of(model, optimizer, []), whole)
+
+
+def test_loading_takes_no_fp32_copy_and_leaves_other_optimizers_alone():
+    model, _, optimizer, batch = attach(eps_update="serial", moment_dtype="bf16")
+    train_once(model, batch)
+    optimizer.step()
+    plain = torch.optim.AdamW(Toy().parameters())
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's own way: like the parameters
+    assert {s["exp_avg"].dtype for s in plain.state.values()} == {torch.float32}
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))  # one of an fp32 run is rounded by the next step
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+
+
+def test_a_hook_that_comes_later_sees_fp32_gradients_and_the_bits_are_the_same():
+    expected = trained("serial")
+    model, _, optimizer, _ = short_moments("deferred")
+    seen = []
+    for step in range(3):
+        if step == 1:
+            optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0].grad.dtype))
+        train_once(model, batch_for(model, masked=False, seed=step))
+        optimizer.step()
+    assert seen == [torch.float32, torch.float32]
+    assert_same_run(run_of(model, optimizer, []), expected)

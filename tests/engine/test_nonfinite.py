@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from devices import DEVICE
 from hf_l2l import EagerParamServer, NonFiniteError, attach_l2l
 from hf_l2l.compat import without_interception
 from models import Toy, batch_for, train_once
@@ -67,12 +68,9 @@ def test_the_first_layer_that_is_not_finite_is_named_and_nothing_is_updated(inde
     assert not torch.equal(model.head.bias, before["head.bias"])
 
 
-def overflow_in_the_backward(model: nn.Module) -> None:
-    def overflowing(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(lambda gradient: gradient * INF)
-
-    model.blocks[1].down.register_forward_hook(overflowing)
+def overflow_in_the_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+    if out.requires_grad:
+        out.register_hook(lambda gradient: gradient * INF)
 
 
 @cpu_suffices
@@ -81,7 +79,7 @@ def overflow_in_the_backward(model: nn.Module) -> None:
     [
         (lambda model: spoil(model.embed, NAN), "the modules before the layers"),
         (lambda model: spoil(model.head, NAN), "the loss or its gradient, after"),
-        (overflow_in_the_backward, "the backward of blocks.1"),
+        (lambda m: m.blocks[1].down.register_forward_hook(overflow_in_the_backward), "the backward of blocks.1"),
         (lambda model: model.blocks[2].up.weight.data.fill_(NAN), "the forward of blocks.2"),
     ],
     ids=["before the layers", "after the layers", "backward", "masters"],
@@ -107,7 +105,7 @@ def test_eager_stops_before_it_updates(options):
 
 
 @cpu_suffices
-def test_a_second_look_at_the_forward_draws_no_random_numbers_and_leaves_buffers(device):
+def test_a_second_look_at_the_forward_draws_no_random_numbers_and_leaves_buffers():
     left = []
     for value in (1.0, INF):
         model, _, optimizer, batch = attach(Toy(buffers=True), eps_update="deferred")
@@ -115,7 +113,7 @@ def test_a_second_look_at_the_forward_draws_no_random_numbers_and_leaves_buffers
         train_once(model, batch)
         with pytest.raises(NonFiniteError) if value == INF else nullcontext():
             optimizer.step()
-        left.append({**dict(model.named_buffers()), "drawn": torch.rand(2, device=device)})
+        left.append({**dict(model.named_buffers()), "drawn": torch.rand(2, device=DEVICE)})
     assert_same_tensors(*left)
     assert left[0]["blocks.0.seen"] > 0
 
@@ -174,17 +172,21 @@ def test_one_gradient_on_the_host_or_the_device_vetoes_all(options):
     assert_same_tensors(weights_of(model), before)
 
 
-@pytest.fixture
-def skipping(device) -> tuple[nn.Module, EagerParamServer, dict[str, torch.Tensor]]:
-    """A model that skips steps, its EPS, and a batch."""
+def skipping(*parts: str) -> Any:
+    """A model that skips steps, its EPS, an optimizer for each of some parts of it, and a batch."""
     model = Toy(tied=False, dropout=0.0)
-    eps = attach_l2l(model, config_for(model, device=device, nonfinite="skip"))
-    return model, eps, batch_for(model, masked=False)
+    eps = attach_l2l(model, config_for(model, device=DEVICE, nonfinite="skip"))
+    parameters = ([p for part in each.split(" ") for p in model.get_submodule(part).parameters()] for each in parts)
+    return (
+        model,
+        eps,
+        [eps.wrap(torch.optim.AdamW(each, lr=1e-2)) for each in parameters],
+        batch_for(model, masked=False),
+    )
 
 
-def test_parameters_that_no_optimizer_has_are_no_reason(skipping):
-    model, eps, batch = skipping
-    optimizer = eps.wrap(torch.optim.AdamW(model.head.parameters(), lr=1e-2))
+def test_parameters_that_no_optimizer_has_are_no_reason():
+    model, eps, [optimizer], batch = skipping("head")
     weight = model.head.weight.detach().clone()
     for _ in range(2):
         model(**batch).loss.backward()
@@ -194,30 +196,24 @@ def test_parameters_that_no_optimizer_has_are_no_reason(skipping):
     assert not torch.equal(model.head.weight, weight)
 
 
-def test_one_vote_for_two_optimizers(skipping):
-    model, eps, batch = skipping
-    first = eps.wrap(torch.optim.AdamW(model.head.parameters()))
-    second = eps.wrap(torch.optim.AdamW([*model.embed.parameters(), *model.blocks.parameters()]))
+def test_one_vote_for_two_optimizers():
+    model, eps, optimizers, batch = skipping("head", "embed blocks")
     before = weights_of(model)
     for spoilt in (True, False):
         model(**batch).loss.backward()
         if spoilt:
             model.head.bias.grad.fill_(NAN)
-        first.step()
-        second.step()
+        for optimizer in optimizers:
+            optimizer.step()
         assert (eps.loss_scale.skipped, eps.updates.steps) == (1, 1 if spoilt else 2)
         same = [torch.equal(p, before[name]) for name, p in model.named_parameters()]
         assert all(same) if spoilt else not any(same)
 
 
-@pytest.mark.parametrize("others", [["model"], ["blocks"]])
-def test_a_skipped_step_is_one_step_although_other_optimizers_do_not_step(others, skipping):
+@pytest.mark.parametrize("parts", [("", ""), ("blocks", "head")], ids=["replaced", "steps less often"])
+def test_a_skipped_step_is_one_step_although_another_optimizer_does_not_step(parts):
     """One that a new optimizer has replaced, or one that steps less often."""
-    model, eps, batch = skipping
-    modules = {"model": model, "blocks": model.blocks}
-    alive = [eps.wrap(torch.optim.AdamW(modules[name].parameters())) for name in others]
-    own = model.parameters() if others == ["model"] else model.head.parameters()
-    optimizer = eps.wrap(torch.optim.AdamW(own))
+    model, eps, [other, optimizer], batch = skipping(*parts)
     for step in range(3):
         model.zero_grad()
         model(**batch).loss.backward()
@@ -227,11 +223,11 @@ def test_a_skipped_step_is_one_step_although_other_optimizers_do_not_step(others
         optimizer.step()
         assert torch.equal(model.head.weight, before) == (step == 0)
     assert eps.loss_scale.skipped == 1
-    assert all(not each.state for each in alive)
+    assert not other.state
 
 
-def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own(skipping):
-    model, eps, batch = skipping
+def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own():
+    model, eps, _, batch = skipping()
     optimizer = eps.wrap(torch.optim.SGD(model.parameters(), lr=1.0))
     model(**batch).loss.backward()
     model.head.bias.grad.fill_(NAN)
@@ -247,15 +243,10 @@ def test_a_step_without_a_backward_of_the_model_has_a_vote_of_its_own(skipping):
 
 def broken_at(step: int) -> nn.Module:
     """A BERT whose second layer is not finite in one training step."""
-    model, calls = tiny_bert(dropout=0.0, layers=2), [0]
-
-    def count(module: nn.Module, args: Any) -> None:
-        calls[0] += module.training and torch.is_grad_enabled()
-
-    model.register_forward_pre_hook(count)
-    model.bert.encoder.layer[1].output.dense.register_forward_hook(
-        lambda _, args, out: out * NAN if calls[0] == step else out
-    )
+    model, calls = tiny_bert(dropout=0.0, layers=2), []
+    model.register_forward_pre_hook(lambda each, _: calls.append(each.training and torch.is_grad_enabled()))
+    dense = model.bert.encoder.layer[1].output.dense
+    dense.register_forward_hook(lambda _, args, out: out * NAN if sum(calls) == step else out)
     return model
 
 

@@ -50,6 +50,12 @@ def steps(model: nn.Module, eps: Any, optimizer: torch.optim.Optimizer, count: i
     return run_of(model, optimizer, [])
 
 
+def after_steps(count: int, layers: int = 3, **options: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer, Any]:
+    """A model, its EPS, its optimizer, and what there is after some steps."""
+    model, eps, optimizer, _ = attach(toy(layers), **options)
+    return model, eps, optimizer, steps(model, eps, optimizer, count)
+
+
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("AdamW", "deferred", {}),
     ("LAMB", "serial", {"cmp": "bf16", "host_copies": "per_sweep"}),
@@ -89,10 +95,8 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 @cpu_suffices
 def test_a_resumed_training_has_the_bits_of_the_unbroken_one(tmp_path):
     """State that is loaded moves to disk, and what is saved is what a training in memory saves."""
-    model, eps, optimizer, _ = attach(toy())
-    expected = steps(model, eps, optimizer, 4)
-    model, eps, optimizer, _ = attach(toy(), **on_disk(tmp_path))
-    steps(model, eps, optimizer, 2)
+    expected = after_steps(4)[-1]
+    model, _, optimizer, _ = after_steps(2, **on_disk(tmp_path))
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     detach_l2l(model)
     other = toy()
@@ -109,8 +113,7 @@ def test_what_the_program_changes_counts(tmp_path):
     """Weights and moments that are written in place, or replaced, between steps."""
 
     def changed(**options: Any) -> Any:
-        model, eps, optimizer, _ = attach(toy(), **options)
-        steps(model, eps, optimizer, 1)
+        model, eps, optimizer, _ = after_steps(1, **options)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.5)
@@ -147,8 +150,7 @@ def test_the_window_holds_its_layers(tmp_path):
 def test_parameters_with_other_memory_move_to_disk_again(tmp_path):
     """As of a program that resizes an embedding; what is frozen has its own file. Files of parts that are no more are
     gone, as when a program freezes parameters, and trains them again."""
-    model, eps, optimizer, _ = attach(toy(), **on_disk(tmp_path))
-    steps(model, eps, optimizer, 1)
+    model, eps, optimizer, _ = after_steps(1, **on_disk(tmp_path))
     embedding = model.embed.weight
     embedding.data = embedding.data.clone()
     assert not is_mapped(embedding) and embedding not in eps.state.on_disk
@@ -177,11 +179,10 @@ def test_the_estimate_knows_the_window_and_what_passes(tmp_path, frozen):
     found = estimate(model, L2LConfig(device="cpu", **options), made)
     _, eps, _, _ = attach(model, lambda _: made, **options)
     steps(model, eps, made, 3)
-    passing, before, count = eps.state.window, (0, 0), 5
-    before = passing.bytes_read, passing.bytes_written
-    steps(model, eps, made, count, first=3)
-    now = passing.bytes_read, passing.bytes_written
-    measured = [(after - then) / count for then, after in zip(before, now, strict=True)]
+    passing = eps.state.window
+    read, written = passing.bytes_read, passing.bytes_written
+    steps(model, eps, made, 5, first=3)
+    measured = [(passing.bytes_read - read) / 5, (passing.bytes_written - written) / 5]
     assert found.state_traffic[1:3] == pytest.approx(measured, rel=0.1)
     assert found.state_window == pytest.approx(passing.peak, rel=0.05)
     assert found.on_disk == pytest.approx(sum(part.num_bytes for part in eps.state.parts), rel=0.05)
@@ -195,8 +196,7 @@ class _Packed(torch.Tensor):
 @on_the_host
 def test_state_of_other_kinds_stays_what_it_is_and_the_model_trains_on_when_detached(tmp_path):
     """Its weights stay in their files, which have no names."""
-    model, eps, optimizer, batch = attach(toy(), **on_disk(tmp_path))
-    steps(model, eps, optimizer, 1)
+    model, eps, optimizer, _ = after_steps(1, **on_disk(tmp_path))
     state = optimizer.state[model.blocks[0].up.weight]
     values, packed = state["exp_avg"], state["exp_avg"].clone().as_subclass(_Packed)
     state["exp_avg"] = packed
@@ -204,7 +204,7 @@ def test_state_of_other_kinds_stays_what_it_is_and_the_model_trains_on_when_deta
     assert state["exp_avg"] is packed
     state["exp_avg"] = values
     detach_l2l(model)
-    model(**batch).loss.backward()
+    model(**batch_for(model, masked=False)).loss.backward()
     optimizer.step()
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert list(tmp_path.iterdir()) == []
@@ -227,15 +227,14 @@ def test_what_cannot_be_is_told_before_anything_moves(tmp_path, monkeypatch):
         patch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
         attach(toy(), **on_disk(tmp_path))
         assert raised[0][0] > 64 and raised[0][1] == 2**20
+    some = int(1.2 * sum(p.nbytes for p in model.parameters()))
     with monkeypatch.context() as patch:
-        disk_is_full(patch, int(1.2 * sum(p.nbytes for p in model.parameters())))
-        with pytest.raises(ValueError, match="room for optimizer state"):
-            attach(model, **on_disk(tmp_path))
-        detach_l2l(model)
-        disk_is_full(patch, 10)
-        with pytest.raises(ValueError, match="room for masters"):
-            attach(model, **on_disk(tmp_path))
-        disk_is_full(patch, int(1.2 * sum(p.nbytes for p in model.parameters())))
+        for free, said in ((some, "room for optimizer state"), (10, "room for masters")):
+            disk_is_full(patch, free)
+            with pytest.raises(ValueError, match=said):
+                attach(model, **on_disk(tmp_path))
+            detach_l2l(model)
+        disk_is_full(patch, some)
         model, eps, optimizer, _ = attach(model, lambda p: torch.optim.SGD(p, lr=0.1), **on_disk(tmp_path))
         steps(model, eps, optimizer, 1)
     with pytest.raises(ValueError, match=r"LBFGS|closure"):
@@ -250,8 +249,7 @@ def test_what_cannot_be_is_told_before_anything_moves(tmp_path, monkeypatch):
 @on_the_host
 def test_state_is_on_disk_before_the_next_update_uses_it(tmp_path, monkeypatch):
     """Though another thread makes that: the file of the first state takes its time."""
-    model, eps, optimizer, _ = attach(toy(), num_threads=2)
-    expected = steps(model, eps, optimizer, 3)
+    expected = after_steps(3, num_threads=2)[-1]
     model, eps, optimizer, _ = attach(toy(), **on_disk(tmp_path, num_threads=2))
     make, slow_ones = Segment.__init__, [0.0, 0.0, 0.3]
 
@@ -267,8 +265,7 @@ def test_state_is_on_disk_before_the_next_update_uses_it(tmp_path, monkeypatch):
 
 def test_a_disk_that_has_failed_is_told_until_the_end(tmp_path, monkeypatch):
     """By each forward and by `synchronize`; the report goes on, `detach_l2l` warns, and nothing keeps the model."""
-    model, eps, optimizer, batch = attach(toy(8), **on_disk(tmp_path))
-    steps(model, eps, optimizer, 1)
+    model, eps, optimizer, _ = after_steps(1, layers=8, **on_disk(tmp_path))
 
     def broken(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
@@ -283,7 +280,7 @@ def test_a_disk_that_has_failed_is_told_until_the_end(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="resume from a checkpoint"):
             eps.synchronize()
         with pytest.raises(OSError, match="Input/output error"):
-            model(**batch)
+            model(**batch_for(model, masked=False))
     with pytest.warns(UserWarning, match="may be those of an earlier step"):
         detach_l2l(model)
     left = weakref.ref(model)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -111,7 +111,7 @@ def test_bits_are_those_of_plain_torch(optimizer, mode, accumulation, steps):
 
 
 @cpu_suffices
-@pytest.mark.parametrize("mode", ["deferred", "eager"])
+@pytest.mark.parametrize("mode", ["deferred", *more("eager")])
 def test_a_loop_with_accelerate_has_the_same_bits(mode):
     same = {"optimizer": "AdamW", "accumulation": 2, "max_norm": CLIPS[mode], "steps": STEPS}
     found, expected = train(loop="accelerate", eps_update=mode, **same), serial(**same)
@@ -139,11 +139,17 @@ def test_when_updates_run_and_copies_land_changes_no_bit(seed, mode):
     assert_same_run(found, serial("AdamW", **same))
 
 
-def two_steps(mode: str) -> Run:
-    model, _, optimizer, batch = attach(eps_update=mode)
-    for _ in range(2):
+def stepped(count: int, **options: Any) -> Any:
+    """What `attach` returns, after some steps."""
+    model, eps, optimizer, batch = attach(**options)
+    for _ in range(count):
         train_once(model, batch)
         optimizer.step()
+    return model, eps, optimizer, batch
+
+
+def two_steps(mode: str) -> Run:
+    model, _, optimizer, _ = stepped(2, eps_update=mode)
     state = copy.deepcopy(on_host(optimizer.state_dict()))  # before weights are read, for whose updates that waits
     return run_of(model, optimizer, [])._replace(state=state)
 
@@ -168,17 +174,9 @@ def test_every_wait_for_the_worker_is_needed(why):
         land_the_rest()
 
 
-class Backward(NamedTuple):
-    """One micro-step."""
-
-    forwards: int
-    """Whose losses are summed before the one backward."""
-    thrown_away: int
-    """Forwards without a backward."""
-
-
 MOST = 3 if ALL else 2
-BACKWARDS = st.builds(Backward, st.integers(1, MOST), st.integers(0, MOST - 1))
+BACKWARDS = st.tuples(st.integers(1, MOST), st.integers(0, MOST - 1))
+"""Micro-steps: forwards whose losses are summed before the one backward, and those that are thrown away."""
 PROGRAMS = st.lists(st.lists(BACKWARDS, min_size=1, max_size=MOST), min_size=1, max_size=MOST)
 
 
@@ -192,10 +190,10 @@ def test_eager_updates_know_when_all_gradients_of_a_step_are_there(program, call
         model, eps, optimizer, batch = attach(Toy(2, calls=calls), eps_update=mode)
         norms = []
         for step in program:
-            for turn, backward in enumerate(step):
+            for turn, (forwards, thrown_away) in enumerate(step):
                 with eps.accumulate() if turn < len(step) - 1 else nullcontext():
-                    losses = [model(**batch).loss for _ in range(backward.forwards + backward.thrown_away)]
-                    torch.stack(losses[: backward.forwards]).sum().backward()
+                    losses = [model(**batch).loss for _ in range(forwards + thrown_away)]
+                    torch.stack(losses[:forwards]).sum().backward()
             norms.append(eps.grad_norm().item())
             optimizer.step()
             model.zero_grad()
@@ -209,11 +207,11 @@ def test_eager_updates_are_made_in_the_backward_where_nothing_is_thrown_away():
     def changed() -> list[bool]:
         return [not torch.equal(p, before[name]) for name, p in model.named_parameters()]
 
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = named(model, lambda p: p.detach().clone())
     torch.stack([model(**batch).loss, model(**batch).loss]).sum().backward()
     eps.synchronize()
     assert all(changed())
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = named(model, lambda p: p.detach().clone())
     optimizer.step()
     assert not any(changed())
     model(**batch)
@@ -228,9 +226,7 @@ def test_small_numbers_are_treated_alike_in_all_modes():
     """Eager updates are begun by a thread of torch's, whose mode is not the program's."""
     left = {}
     for mode in MODES:
-        model, eps, optimizer, batch = attach(eps_update=mode)
-        train_once(model, batch)
-        optimizer.step()
+        model, eps, optimizer, batch = stepped(1, eps_update=mode)
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor flushes nothing to zero")
         try:
@@ -300,10 +296,7 @@ class Collecting(torch.optim.SGD):
 
 def test_updates_share_nothing_that_a_step_writes_to():
     """Neither with each other nor with `optimizer.step()`, which goes on meanwhile."""
-    model, eps, optimizer, batch = attach(make=Collecting, eps_update="deferred", num_threads=2)
-    for _ in range(2):
-        train_once(model, batch)
-        optimizer.step()
+    _, eps, _, _ = stepped(2, make=Collecting, eps_update="deferred", num_threads=2)
     eps.synchronize()
 
 
@@ -313,9 +306,7 @@ def test_updates_share_nothing_that_a_step_writes_to():
 @cache
 def updated() -> dict[str, torch.Tensor]:
     """Weights after one step."""
-    model, _, optimizer, batch = attach(eps_update="serial")
-    train_once(model, batch)
-    optimizer.step()
+    model, _, optimizer, _ = stepped(1, eps_update="serial")
     return run_of(model, optimizer, []).weights
 
 
@@ -324,9 +315,7 @@ def pending() -> Iterator[tuple[nn.Module, EagerParamServer, torch.optim.Optimiz
     """A model whose step has been made and whose updates begin when somebody waits for them; its EPS, optimizer and
     batch."""
     with late_updates():
-        model, eps, optimizer, batch = attach(eps_update="deferred")
-        train_once(model, batch)
-        optimizer.step()
+        model, eps, optimizer, batch = stepped(1, eps_update="deferred")
         assert all(map(is_pending, model.parameters()))
         yield model, eps, optimizer, batch
 
@@ -335,24 +324,26 @@ def is_pending(p: torch.Tensor) -> bool:
     return type(p) is not nn.Parameter
 
 
-def saved(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved(model: nn.Module) -> Any:
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
-    file.seek(0)
-    loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
-    return loaded
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def named(model: nn.Module, read: Callable[[nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: read(p) for name, p in model.named_parameters()}
 
 
 def read_by_another_thread(model: nn.Module) -> dict[str, torch.Tensor]:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: {n: p.detach().clone() for n, p in model.named_parameters()}).result()
+        return pool.submit(named, model, lambda p: p.detach().clone()).result()
 
 
 READS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
     "deepcopy": lambda m: copy.deepcopy(m).state_dict(),
     "torch.save": saved,
-    "data": lambda m: {n: p.data.clone() for n, p in m.named_parameters()},
-    "numpy": lambda m: {n: torch.from_numpy(p.detach().numpy().copy()) for n, p in m.named_parameters()},
+    "data": lambda m: named(m, lambda p: p.data.clone()),
+    "numpy": lambda m: named(m, lambda p: torch.from_numpy(p.detach().numpy().copy())),
     "foreach": lambda m: dict(
         zip((n for n, _ in m.named_parameters()), torch._foreach_mul(list(m.parameters()), 1.0), strict=True)
     ),
