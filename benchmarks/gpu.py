@@ -70,11 +70,11 @@ def _files(folder: str, names: str) -> tuple[str, ...]:
     return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
 
 
-OF_CUDA = _files("gpu", "engine overlap attention several faults sanitizer")
-"""What only a GPU has, the most valuable first; the last two begin processes."""
+OF_CUDA = _files("gpu", "engine overlap several faults")
+"""What only a GPU has, the most valuable first; the last one begins processes."""
 SUITE = (
     *_files("engine", "parity mixed_precision"),
-    *_files("trainer", "trainer cmp"),
+    *_files("trainer", "trainer resume"),
     *_files("engine", "stash gradients nonfinite residency updates placements"),
 )
 """Of the tests that any device runs, the most valuable first; the last two need hypothesis."""

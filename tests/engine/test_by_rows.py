@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 import models
@@ -22,8 +23,10 @@ from memory_switches import forced_copies
 from models import (
     EXACT,
     ROWS,
+    SMALL,
     TOLERANCE,
     VOCAB,
+    WITHOUT_DROPOUT,
     assert_same_bits,
     attached,
     batch_for,
@@ -36,7 +39,6 @@ from models import (
     vit,
 )
 from tiers import cpu_suffices
-from twins import KINDS
 
 ON_HOST = {"stash": "host", "boundary": "host", "ubatch_size": 3}
 
@@ -100,7 +102,7 @@ def reads_the_norm() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "bert, tied": (lambda: KINDS["bert"](VOCAB, 0.0), True),
+    "bert, tied": (lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, **WITHOUT_DROPOUT)), True),
     "llama, tied": (lambda: llama(tie_word_embeddings=True), True),
     "gpt2, which adds positions": (gpt2, True),
     "t5, a table of two stacks": (t5, True),

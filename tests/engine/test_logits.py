@@ -21,6 +21,7 @@ from models import (
     SMALL,
     TOLERANCE,
     VOCAB,
+    WITHOUT_DROPOUT,
     assert_bits_of_plain,
     attached,
     batch_for,
@@ -34,7 +35,6 @@ from models import (
 from runs import attach
 from tiers import more, on_a_device
 from training import arguments, settled_memory
-from twins import KINDS
 
 ROWS = 60
 """Of six tokens: two chunks of 128, and a part of one."""
@@ -65,7 +65,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "gemma2": lambda: _causal("Gemma2", head_dim=8, final_logit_softcapping=2.0),
     "cohere": lambda: _causal("Cohere", logit_scale=0.3),
-    "bert": lambda: KINDS["bert"](VOCAB, 0.0),
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, **WITHOUT_DROPOUT)),
     "t5": t5,
     "bart": bart,
 }
