@@ -175,24 +175,34 @@ def test_a_checkpoint_that_was_begun_is_finished_when_the_training_is_interrupte
 
 
 class _Rows(list):
-    """Rows, the 12th of which ends the worker that reads it."""
+    """Rows, the 12th of which ends the worker that reads it, or raises there."""
 
-    read = 0
+    read, kills = 0, True
 
     def __getitem__(self, number: int) -> Any:
         self.read += 1
         if self.read == 12:  # of this worker
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("no row")
         return super().__getitem__(number)
 
 
-def test_a_worker_of_the_data_loader_that_is_killed(tmp_path, monkeypatch, whole):
+@pytest.mark.parametrize(
+    ("kills", "error", "words"),
+    [
+        (True, RuntimeError, r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"),
+        (False, ArithmeticError, "no row"),
+    ],
+    ids=["killed", "raises"],
+)
+def test_a_worker_of_the_data_loader_that_ends(tmp_path, monkeypatch, whole, kills, error, words):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # so long it waits for their end
     children = left_over.children()
     made = saving(tmp_path, **LATER, dataloader_num_workers=2)
     made.train_dataset = _Rows(rows())
-    words = r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"
-    with pytest.raises(RuntimeError, match=words) as told:
+    made.train_dataset.kills = kills
+    with pytest.raises(error, match=words) as told:
         made.train()
     del told
     if steps_in(tmp_path):

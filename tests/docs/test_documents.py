@@ -6,11 +6,14 @@ tests/clients/test_examples.py.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +92,29 @@ def test_few_blocks_are_not_run_or_shortened_and_say_why():
     assert len(MARKED) <= 4
     assert [block.name for block in MARKED if not block.code.removeprefix(MARK).startswith(REASONS)] == []
     assert all(any(setting in block.code for block in PYTHON) for setting in SHORTER)
+
+
+VALUE = "\0"
+"""What stands in a message for a value."""
+
+
+def said_in(file: Path) -> Iterator[str]:
+    """All texts of a module, joined where they are written on several lines, with `VALUE` for what is put in."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts:
+            yield re.sub(r"%(?:\.\d+)?[sdrfg]", VALUE, node.value)
+
+
+def test_troubleshooting_quotes_the_beginnings_of_messages():
+    quotes = re.findall(r"^> `(.+)`$", text_of(DOCS / "troubleshooting.md"), re.MULTILINE)
+    said = [" ".join(text.split()) for file in (ROOT / "hf_l2l").rglob("*.py") for text in said_in(file)]
+    begins = {quote: re.compile(".*?".join(map(re.escape, quote.split("...")))) for quote in quotes}
+    assert len(quotes) > 30
+    assert [quote for quote, begin in begins.items() if not any(map(begin.match, said))] == []
 
 
 def test_commands_are_understood(tmp_path, monkeypatch):

@@ -534,6 +534,20 @@ def test_gradients_are_those_of_the_whole_batch(family, options, merged, inside,
     assert seen == 2 * sizes
 
 
+@nightly
+@cpu_suffices
+def test_merged_batches_have_the_bits_of_ubatches_of_that_size():
+    runs = []
+    for merged, size in (((), 2), ((2, 2, 2, 2), None), ((4, 4), 2)):
+        torch.manual_seed(1)
+        model = attached(FAMILIES["llama"](), ubatch_size=size)
+        with attachment_of(model).cuts.between(merged):
+            train_once(model, batch_for(model))
+        runs.append(gradients(model))
+    assert_same_bits(runs[1], runs[0])
+    assert_same_bits(runs[2], runs[0])
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

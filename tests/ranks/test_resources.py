@@ -13,9 +13,10 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 
-from hf_l2l import L2LConfig, attach_l2l, detach_l2l, load_once
+from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate, load_once
 from hf_l2l.budget.within import plan_within
 from hf_l2l.hf.preparation import make_masters_fp32
+from hf_l2l.memory import host_limits
 from hf_l2l.optim.layerwise_check import can_step_rows
 from hf_l2l.optim.layerwise_step import places_of
 from hf_l2l.optim.rows_step import RowsStep
@@ -25,6 +26,7 @@ from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores, shares_of_rows
 from models import batch_for, bert, llama
 from rank_cases import OPTIMIZERS, rank_here
 from rank_pool import digest
+from rank_trainer import trained
 from tiers import nightly
 
 
@@ -52,6 +54,26 @@ def threads_of_rank() -> int:
 
 def test_updates_of_a_rank_have_its_cores_but_one(pool):
     assert pool(2).run(threads_of_rank) == [7, 7]
+
+
+def in_a_host_of(num_bytes: int, folder: str) -> int | str:
+    """Train where so many bytes are available; the first rank holds all masters, and the other none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_limits, "available_host_bytes", lambda: num_bytes)
+        patch.setattr(host_limits, "own_bytes", lambda: 2**40 if distributed.get_rank() == 0 else 0)
+        try:
+            return trained("bert", "l2l", folder, {"optim": "adamw_torch", "max_steps": 1})["step"]
+        except MemoryError as error:
+            return str(error)
+
+
+def test_masters_that_the_first_rank_has_read_are_there_for_all(pool, tmp_path):
+    """Gradients and moments are to come. Too little memory for them is refused by all."""
+    need = estimate(bert(), L2LConfig())
+    state = need.gradients + need.moments + 2**12  # AdamW's step counters, too
+    assert pool(2).run(in_a_host_of, state, str(tmp_path)) == [1, 1]
+    for said in pool(2).run(in_a_host_of, need.moments, str(tmp_path)):
+        assert "training needs" in said and "is available" in said
 
 
 def own_bytes() -> int:

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import socket
 import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -404,3 +408,27 @@ def test_forked_data_loaders_live_with_the_worker(tmp_path):
     found, expected = (trained(l2l_trainer, tmp_path / mode, eps_update=mode, **options) for mode in modes)
     assert found.state.epoch > 1
     assert_same_run(found, expected)
+
+
+# ---- what others can reach
+
+
+def listening() -> set[str]:
+    """Inodes of this process's TCP sockets that wait for connections, whoever has opened them."""
+    own = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()]
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"} & own
+
+
+@cpu_suffices
+def test_nobody_can_connect_to_a_training(tmp_path):
+    class Looks(hf.TrainerCallback):
+        found: set[str] = set()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.found |= listening()
+
+    with socket.create_server(("127.0.0.1", 0)):
+        assert len(listening()) == 1, "it would be found"
+    l2l_trainer(tmp_path, max_steps=2, eps_update="deferred", callbacks=[Looks()]).train()
+    assert Looks.found == listening() == set()
