@@ -27,7 +27,6 @@ from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.sizing.capacity import LORA, SETTINGS, run_with
 from hf_l2l.sizing.fit import ON_DISK, fits
 from memory_switches import forced_copies
-from tiers import nightly
 
 SMALL = {**LLAMA, "num_hidden_layers": 2}
 MACHINE = HardwareFigures(
@@ -101,7 +100,6 @@ def test_options_of_the_trainer_are_flags(tmp_path, capsys):
     assert autocast["device"]["shell"] == whole["shell"], "weights travel in fp32"
 
 
-@nightly
 def test_times_of_a_machine(tmp_path, capsys, monkeypatch):
     found = estimated(capsys, tmp_path, *machine(tmp_path), "--json").json
     assert found["seconds_per_step"] > 0 and found["bound"] in found["busy"]
@@ -187,9 +185,14 @@ def test_a_model_fits_a_card_and_a_host_or_not(tmp_path, capsys):
     assert fit[ON_DISK]["options"].items() >= {"cmp": "fp16", "l2l_state_tier": "disk"}.items()
     assert any("assumed figures, not measured ones, of the V100" in note for note in found["notes"])
     assert all(each["parameters"] > each["layers"] > 0 for each in found["largest"].values())
+    text = ran(capsys, "estimate", written(tmp_path, LLAMA), *flags).out
+    assert (
+        re.search(r"with +host +fits +device +s per step +tokens/s\n", text) and "\nIt fits with --cmp fp16, " in text
+    )
+    small = ran(capsys, "estimate", written(tmp_path, LLAMA), "--host-memory", "1MiB").out
+    assert re.search(r"with +host +fits\n", small) and "\nIt does not fit: at least " in small
 
 
-@nightly
 def test_a_budget_that_one_setting_meets_is_no_error():
     """A step in fp32 needs more of the device than one in bf16."""
     with torch.device("meta"):
@@ -248,7 +251,6 @@ def test_layers_of_a_config_are_counted_and_gated_networks_have_two_intermediate
     assert "layers have experts" in refused(capsys, "plan", str(tmp_path / "experts"))
 
 
-@nightly
 def test_devices_days_host_memory_and_the_network_bound_the_plans(capsys):
     """Equal plans are told once."""
     given = ["X50", "--hardware", "rtx4090", "--gpus", "4", "--parallelism", "data", "--json"]

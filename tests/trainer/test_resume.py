@@ -25,7 +25,7 @@ from models import VOCAB
 from plain import Streamed
 from runs import assert_same_run, assert_same_tensors
 from saving import At
-from tiers import ALL, cpu_suffices, more, nightly, on_the_host
+from tiers import ALL, cpu_suffices, more, nightly, on_a_device, on_the_host
 from training import (
     SAVING,
     StopAt,
@@ -304,7 +304,7 @@ def test_the_saved_model_has_the_dtype_that_is_asked_for_and_checkpoints_the_mas
     assert made.model is model
 
 
-@cpu_suffices
+@on_a_device
 def test_bf16_moments_of_a_streamed_run_are_resumed_by_a_resident_one(tmp_path):
     options = {**SAVING, "l2l_moment_dtype": "bf16"}
     l2l_trainer(tmp_path / "begun", **options).train()

@@ -162,6 +162,23 @@ def test_those_with_parameters_and_names_of_all_kinds():
     assert why_not_layer_local(torch.optim.AdamW([frozen])) is None
 
 
+def test_those_that_make_their_state_at_once():
+    class MakesStateAtOnce(Own):
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__(parameters)
+            for p in parameters:
+                self.state[p] = {"sum": torch.zeros_like(p), "rate": torch.tensor(0.5)}
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            for p in self.trained():
+                p.sub_(self.state[p]["sum"].add_(p.grad) * self.state[p]["rate"])
+
+    optimizer = MakesStateAtOnce(some())
+    assert why_not_layer_local(optimizer) is None
+    assert all(not state["sum"].any() and state["sum"].shape == p.shape for p, state in optimizer.state.items())
+
+
 def test_those_in_a_warm_up_from_zero():
     optimizer = torch.optim.AdamW(some(), lr=0.1)
     LambdaLR(optimizer, lambda step: 0.0)
