@@ -414,7 +414,8 @@ def test_heads(monkeypatch):
     [
         (transformers.BertConfig, "BertForSequenceClassification"),
         (transformers.MixtralConfig, "MixtralForCausalLM"),
-        *more((transformers.Gemma3TextConfig, "Gemma3ForCausalLM"), (transformers.BartConfig, "BartModel")),
+        (transformers.Gemma3TextConfig, "Gemma3ForCausalLM"),
+        (transformers.BartConfig, "BartModel"),
     ],
 )
 def test_a_type_without_a_family(config, class_name, monkeypatch):
