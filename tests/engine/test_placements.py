@@ -28,7 +28,7 @@ from runs import (
     train,
 )
 from scenarios import SCENARIOS, Case
-from tiers import combinations, cpu_suffices, more, times
+from tiers import combinations, more, on_a_device, times
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -50,6 +50,7 @@ def streamed(mode: str, precision: str) -> Run:
     return train(optimizer=UPDATED_BY[mode], eps_update=mode, accumulation=2, **PRECISIONS[precision])
 
 
+@on_a_device
 @pytest.mark.parametrize(
     ("placement", "mode", "precision"),
     combinations(
@@ -75,6 +76,7 @@ def told_by_streamed(scenario: str, precision: str) -> dict[str, Any]:
     return told_by(scenario, **PRECISIONS[precision])
 
 
+@on_a_device
 @pytest.mark.parametrize(
     ("placement", "scenario", "precision"),
     combinations(
@@ -116,7 +118,7 @@ PROGRAMS = st.fixed_dictionaries(
 )
 
 
-@cpu_suffices
+@on_a_device
 @settings(deadline=None, derandomize=True, database=None, max_examples=times(3, 150))
 @given(PLANS, PROGRAMS)
 def test_any_plan_trains_as_streamed(plan, program):
@@ -134,6 +136,7 @@ def test_any_plan_trains_as_streamed(plan, program):
 # ---- the objects
 
 
+@on_a_device
 @pytest.mark.parametrize("placement", [*MAIN, *more(*OTHERS)])
 def test_parameters_stay_the_same_objects_and_go_back(placement):
     """With the state that the optimizer has, there and back; a weight's dtype and its groups do not change."""
@@ -174,7 +177,7 @@ def losses(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], **opt
     return found
 
 
-@cpu_suffices
+@on_a_device
 def test_every_update_is_seen_by_copies_on_the_device():
     """Also one that writes without a change of the version, as a fused optimizer may."""
     found = [
@@ -187,7 +190,7 @@ def test_every_update_is_seen_by_copies_on_the_device():
     assert all(each == found[0] for each in found)
 
 
-@cpu_suffices
+@on_a_device
 @pytest.mark.parametrize(("layers", "places"), [(1, ["first layer"]), (3, ["all, updated on the host", "all"])])
 def test_a_weight_of_layers_and_the_shell_is_renewed_in_each_place(layers, places):
     found = []

@@ -30,7 +30,7 @@ def places(model: nn.Module) -> dict[str, str]:
     return {name: p.device.type for name, p in model.named_parameters()}
 
 
-@cpu_suffices
+@on_a_device
 def test_only_what_is_on_the_host_is_kept_in_16_bits():
     model, eps, optimizer, batch = attach(resident="shell", grad_dtype="16bit", moment_dtype="bf16")
     for _ in range(2):
@@ -40,7 +40,7 @@ def test_only_what_is_on_the_host_is_kept_in_16_bits():
     eps.synchronize()
     moments = {name: optimizer.state[p]["exp_avg"].dtype for name, p in model.named_parameters()}
     for name in gradients:
-        is_resident = DEVICE != "cpu" and PLACEMENTS["shell"].is_resident(name)
+        is_resident = PLACEMENTS["shell"].is_resident(name)
         assert gradients[name] == moments[name] == (torch.float32 if is_resident else torch.bfloat16), name
     detach_l2l(model)
     assert {name: optimizer.state[p]["exp_avg"].dtype for name, p in model.named_parameters()} == moments

@@ -238,7 +238,8 @@ def run_one(
     earlier = {
         row["by"] for results in FOLDER.glob("*.jsonl") for row in rows_of(results) if row["name"] == mutant.name
     }
-    order = [each for each in tests if "::" in each]
+    # A line that a thread runs which lives for long has the context that was there when it began.
+    order = list(dict.fromkeys([*(each for each in tests if "::" in each), *earlier.intersection(seconds)]))
     order.sort(key=lambda each: (each not in earlier, seconds.get(each, 1.0)))  # first what has found it before
     if len(order) < len(tests):
         package = mutant.file.split("/")[1]
@@ -255,6 +256,9 @@ def run_one(
             found = _first_failure(device, some, checkout, limit)
         finally:
             file.write_text(whole, encoding="utf-8")
+        if found is not None and "not found: " in found:  # in a commit that has it no more
+            order.remove(f"{device} {found.partition(f'{checkout}/')[2]}")
+            continue
         if found in order and _first_failure(device, [found], checkout, SLOWEST) is not None:
             order.remove(found)  # it fails without the mutant, too
             continue

@@ -19,8 +19,8 @@ T = TypeVar("T")
 nightly = pytest.mark.nightly
 """Decorates a test that `make test-all` alone runs: one that is large, or of what other tests reach, too."""
 cpu_suffices = pytest.mark.cpu_suffices
-"""Decorates a test of what the device makes no difference to, or of what other tests reach on the simulated
-accelerator, too: on another device than the CPU, `make test-all` alone runs it."""
+"""Decorates a test whose result does not depend on the device, or which reaches what others reach on the simulated
+accelerator: there, `make test-all` alone runs it."""
 on_the_host = pytest.mark.on_the_host
 """Decorates a test of what only a device that shares the memory of the host has."""
 on_a_device = pytest.mark.on_a_device
@@ -37,17 +37,17 @@ def chosen(
     cases: list[T], marks: Collection[str], folder: str, *, device: str = DEVICE, is_all: bool = ALL
 ) -> list[T]:
     """Those of the cases of one test, in `folder`, that this run has: none of a test for `make test-all` alone, or for
-    another device. Where `make test` has a test on the CPU and on the simulated accelerator, where it takes three
-    times as long, its cases are dealt to the two, three to the first and then one to the second; each of the two has
-    one at least."""
+    another device. `make test` deals the cases of a test to the CPU and to the simulated accelerator, where they take
+    three times as long: three to the first, then one to the second; each has one at least. A test of what only a
+    device with memory of its own has is `on_a_device`, and not dealt."""
     only = [ONLY[mark] for mark in marks if mark in ONLY]
     if any(device not in each for each in only) or ("nightly" in marks and not is_all):
         return []
-    if is_all or folder not in ON_EVERY_DEVICE or only:
+    if "cpu_suffices" in marks and device == "sim" and not is_all:
+        return []
+    if is_all or folder not in ON_EVERY_DEVICE or device == "cuda" or only or "cpu_suffices" in marks:
         return cases
-    if "cpu_suffices" in marks:
-        return cases if device == "cpu" else []
-    if device == "cuda" or len(cases) == 1:
+    if len(cases) == 1:
         return cases
     first = min(3, len(cases) - 1)  # of those on the simulated accelerator
     return [case for number, case in enumerate(cases) if ((number - first) % 4 == 0) == (device == "sim")]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -71,22 +72,23 @@ def check_others(found: list[tuple[bool, Any]], text: str, *, may_be_ended: bool
 
 
 @pytest.mark.parametrize(
-    ("sent", "place", "size"),
+    ("sent", "place", "size", "after_s"),
     [
-        *((signal.SIGKILL, "host", 3), (signal.SIGSTOP, "host", 2)),
-        *more((signal.SIGKILL, "sums on devices", 3), (signal.SIGKILL, "two hosts", 4)),
-        *more((signal.SIGSTOP, "two hosts", 2)),
+        *((signal.SIGKILL, "host", 3, 0.5), (signal.SIGSTOP, "host", 2, 0.5)),
+        *more((signal.SIGKILL, "sums on devices", 3, 0.5), (signal.SIGKILL, "two hosts", 4, 0.5)),
+        *more((signal.SIGSTOP, "two hosts", 2, 0.5)),
+        *more(*((signal.SIGKILL, "host", 2 + seed % 2, random.Random(seed).random()) for seed in range(10))),
     ],
 )
-def test_a_rank_that_dies_or_hangs_ends_the_others(pool, sent, place, size):
-    """Nothing is left of it. One whose device lets its host wait for a collective is ended."""
+def test_a_rank_that_dies_or_hangs_ends_the_others(pool, sent, place, size, after_s):
+    """At any time. Nothing is left of it. One whose device lets its host wait for a collective is ended."""
     sim, hosts, options = PLACES[place]
     ranks = pool(size, sim=sim)
     ranks.run(on_hosts, hosts, training, 2, 60.0, "", options)  # so that what is imported at first is there
     pids = [process.pid for process in ranks.processes]
     limit_s = 2.0 if sent == signal.SIGSTOP else 8.0 if hosts > 1 else 4.0  # in which a call to the lost rank fails
     ranks.begin(on_hosts, hosts, training, 10**6, limit_s, "", options)
-    time.sleep(0.5)
+    time.sleep(after_s)
     os.kill(pids[1], sent)
     began = time.monotonic()
     if sent == signal.SIGSTOP:  # as long as it hangs, its pipe says nothing

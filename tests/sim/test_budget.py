@@ -201,7 +201,6 @@ def planned(folder: Path, budget: str | None, kind: Any = L2LTrainer, **options:
     return made
 
 
-@nightly
 def test_auto_is_the_default_and_a_model_that_fits_stays_on_the_device(tmp_path):
     """Evaluations and later trainings have the same plan; without a limit there is nothing to plan for."""
     args = arguments(hf.TrainingArguments, tmp_path, max_steps=1)

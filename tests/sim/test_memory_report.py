@@ -253,7 +253,6 @@ def test_each_layer_is_uploaded_once_per_forward_of_a_generation():
     assert len(calls) * (weights - 2 * layer) <= up < len(calls) * (weights + layer / 2)
 
 
-@nightly
 @pytest.mark.parametrize(
     ("options", "family"),
     [

@@ -101,7 +101,7 @@ def everything() -> None:
     stop_half_way(tiny_bert(layers=3))
 
 
-@pytest.mark.parametrize("why", WAITS if ALL else WAITS[1::3])
+@pytest.mark.parametrize("why", WAITS)
 def test_every_wait_is_needed(why, monkeypatch):
     waits = Waits(monkeypatch, without=why)
     with pytest.raises((RuntimeError, AssertionError), match="sim stream|not close|not finite"):

@@ -125,7 +125,6 @@ def test_inputs_that_stay_do_not_travel():
     assert seen[1][1] - seen[0][1] == seen[0][0] - seen[1][0] == kept * inputs
 
 
-@nightly
 @pytest.mark.parametrize("options", [{"stash": "host"}, {"kept_graphs": 2}], ids=str)
 def test_a_call_without_a_backward_frees_its_memory(options):
     model, _, optimizer, batch = attach(**options)
@@ -144,7 +143,6 @@ def test_a_call_without_a_backward_frees_its_memory(options):
     assert len(locked) == 2
 
 
-@nightly
 def test_evaluations_of_a_changed_model_leave_no_copies_behind():
     """Each such call has units of its own, until one that trains."""
     model = tiny_bert(layers=2)

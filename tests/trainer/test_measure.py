@@ -173,7 +173,6 @@ def test_kinds_and_sizes_change_with_the_step(device):
 # ---- after many steps, as after a few
 
 
-@cpu_suffices
 @pytest.mark.parametrize(
     ("options", "mode"), [({"stash": "disk", "gradient_slots": 1}, "deferred"), *more(({}, "eager"))]
 )

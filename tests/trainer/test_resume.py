@@ -25,7 +25,7 @@ from models import VOCAB
 from plain import Streamed
 from runs import assert_same_run, assert_same_tensors
 from saving import At
-from tiers import ALL, cpu_suffices, more, nightly, on_a_device, on_the_host
+from tiers import ALL, cpu_suffices, more, nightly, not_on_cuda, on_a_device, on_the_host
 from training import (
     SAVING,
     StopAt,
@@ -212,7 +212,7 @@ NOT_HERE = {"own loader", "plateau"} if DEVICE == "sim" else set()
 SOME = {"epochs that are cut": (4, 6), "merged": (5, 6)}
 
 
-@cpu_suffices
+@not_on_cuda
 @pytest.mark.parametrize("case", sorted(CASES.keys() - NOT_HERE) if ALL else FAST.get(DEVICE, ()))
 def test_a_resumed_training_is_the_unbroken_one(tmp_path, caplog, case):
     """With dropout, an order that is drawn, and random changes of rows and batches, in two epochs."""
@@ -265,7 +265,7 @@ PAIRS = [("serial", "state on disk"), ("all resident", "streamed")]
 MORE = [("stash on the host", "eager"), ("some stash on the device", "stash on disk"), ("shell", "first layer")]
 
 
-@cpu_suffices
+@on_a_device
 @pytest.mark.parametrize(("first", "then"), [*PAIRS, *more(*MORE)])
 def test_with_other_options(tmp_path, first, then):
     same = {"max_grad_norm": 0.0}

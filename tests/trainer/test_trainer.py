@@ -27,7 +27,7 @@ from late_updates import late_updates
 from plain import Streamed, assert_as_plain, both, is_attached, small_bert, trained
 from runs import assert_same_run, assert_same_tensors
 from slow_disk import assert_same_checkpoints
-from tiers import cpu_suffices, nightly
+from tiers import cpu_suffices, nightly, on_a_device
 from training import (
     CHECKPOINTING,
     arguments,
@@ -177,7 +177,7 @@ def test_a_trainer_is_freed_with_its_last_reference(tmp_path):
         gc.enable()
 
 
-@cpu_suffices
+@on_a_device
 def test_resident_weights_stay_when_the_trainer_trains_again(tmp_path):
     made = l2l_trainer(tmp_path, max_steps=1, l2l_resident="shell")
     made.train()
@@ -190,7 +190,7 @@ def test_resident_weights_stay_when_the_trainer_trains_again(tmp_path):
     assert {name: p.device.type for name, p in made.model.named_parameters()} == before
     assert before["bert.embeddings.word_embeddings.weight"] == DEVICE
     assert before["bert.encoder.layer.0.output.dense.weight"] == "cpu"
-    assert DEVICE == "cpu" or "stays there" in made.l2l_summary()
+    assert "stays there" in made.l2l_summary()
 
 
 # ---- optimizers and schedules of the program

@@ -15,7 +15,7 @@ def test_cases_are_dealt_to_the_devices_and_a_mark_decides_for_all():
         assert sorted(dealt[0] + dealt[1]) == [*range(count)] and len(dealt[0]) >= len(dealt[1]) >= max(1, count // 4)
     for device, folder, cases in (("cpu", "trainer", [0]), ("sim", "trainer", [0]), ("cpu", "unit", CASES)):
         assert chosen(cases, (), folder, device=device, is_all=False) == cases
-    for mark, devices in {"nightly": (), "cpu_suffices": ("cpu",), **ONLY}.items():
+    for mark, devices in {"nightly": (), "cpu_suffices": ("cpu", "cuda"), **ONLY}.items():
         for device in ("cpu", "sim", "cuda"):
             expected = CASES if device in devices else []
             assert chosen(CASES, [mark], "engine", device=device, is_all=False) == expected, (mark, device)
