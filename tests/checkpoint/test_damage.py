@@ -34,10 +34,10 @@ from hf_l2l.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from runs import assert_same_tensors
+from runs import assert_same_run, assert_same_tensors
 from saving import BEST, At, saving, trained
 from tiers import more, times
-from training import SAVING, assert_same_run, plain_trainer
+from training import SAVING, plain_trainer
 
 STATE = {"optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
 READ_OF_ANY = {"model.safetensors", "config.json", *STATE}

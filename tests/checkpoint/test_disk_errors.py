@@ -22,10 +22,11 @@ from hf_l2l.checkpoint.finding import newest_whole
 from hf_l2l.checkpoint.reserved import Region
 from hf_l2l.checkpoint.staging import CheckpointSaveError, Staging, bytes_to_save
 from hf_l2l.eps import updates
+from runs import assert_same_run
 from saving import EACH_STEP, At, Stopped, disk_is_full, saving, steps_in, stop, trained, with_methods, write_fails
 from slow_disk import SlowDisk, assert_same_checkpoints
 from tiers import more
-from training import assert_same_run, left_in, rows, tiny_bert
+from training import left_in, rows, tiny_bert
 
 DEFERRED = {**EACH_STEP, "eps_update": "deferred"}
 LATER = {**DEFERRED, "l2l_async_save": True}

@@ -32,10 +32,11 @@ from hf_l2l.realtime import copying, lock, trainer_part
 from hf_l2l.realtime.copying import copy_newest
 from hf_l2l.realtime.lock import FolderLock
 from hf_l2l.realtime.schedule import Schedule
+from runs import assert_same_run
 from saving import At, Stopped, Synced, disk_is_full, no_space, saving, steps_in, stop, trained, write_fails
 from slow_disk import SlowDisk, assert_same_checkpoints
 from tiers import more
-from training import assert_same_run, plain_trainer, tiny_bert
+from training import plain_trainer, tiny_bert
 
 PLAIN: dict[str, Any] = {"save_strategy": "no"}
 

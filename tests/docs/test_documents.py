@@ -49,7 +49,7 @@ def test_links_lead_somewhere_and_pages_and_tests_that_are_named_are_there():
         assert why_not(DOCS / "speed.md", link) == why
     named = re.findall(r"^ *- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == [file.name for file in documents.PAGES], "of the site"
-    text = "".join(map(text_of, DOCUMENTS))
+    text = "".join(map(text_of, [*DOCUMENTS, *documents.RESULTS]))
     tests = re.findall(r"`(?:tests/)?((?!tests/)\w+/test_\w+\.py)`", text)
     assert [name for name in tests if not (ROOT / "tests" / name).is_file()] == []
 

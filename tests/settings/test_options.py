@@ -333,9 +333,6 @@ def test_every_option_of_ours_is_drawn():
     assert set(OURS) | NO_DRAWS == set(OWN_OPTIONS)
 
 
-NO_DRAWS |= {"l2l_loss_scale_growth", "l2l_loss_scale_backoff"}
-
-
 @st.composite
 def drawn_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Arguments of transformers, and ours; one of them is bad by itself in one of three draws."""
