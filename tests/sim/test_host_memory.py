@@ -25,17 +25,19 @@ from tiers import combinations, more
 @pytest.fixture(autouse=True)
 def _nothing_stays_locked() -> Iterator[None]:
     """After every test here nothing is registered that was not before it."""
-    before = page_locked_bytes()
+    before = settled(0)
     yield
-    assert settled(before) == before
+    assert settled(before) <= before
 
 
 def settled(expected: int) -> int:
     """The bytes locked once models that are gone are collected and the device's thread has let go of them."""
-    for _ in range(100):
-        gc.collect()
-        if page_locked_bytes() == expected:
+    for turn in range(20):
+        if page_locked_bytes() <= expected:
             break
+        if turn == 3:
+            gc.unfreeze()  # of a model that another module of tests has left
+        gc.collect()
         time.sleep(0.02)
     return page_locked_bytes()
 
