@@ -62,8 +62,9 @@ def test_what_is_there_is_paid_for(memory):
         memory(int(available * GIB), int(own * GIB))
         need = dataclasses.replace(NEED, copies=copies * GIB)
         refused = pytest.raises(MemoryError, match="masters 3.0 GiB, gradients 2.0 GiB, moments 6.0 GiB")
-        with nullcontext() if fits else refused:
+        with nullcontext() if fits else refused as told:
             check_host_memory(need, is_shared=is_shared)
+        assert fits or (f", copies {copies}.0 GiB" in str(told.value)) == (copies > 0)
 
 
 def test_training_is_refused_before_anything_is_allocated(memory, tmp_path, monkeypatch):

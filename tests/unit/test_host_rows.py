@@ -17,6 +17,8 @@ from hf_l2l.eps.pending import Pending, hold, let_go, pending_of, settle
 from hf_l2l.model.precision import Precision
 from hf_l2l.rows.functions import BY_ROWS
 from hf_l2l.rows.host_rows import HostRows, Passing, host_of
+from hf_l2l.rows.row_modules import input_embeddings
+from models import bert
 
 
 class Uploads:
@@ -232,6 +234,12 @@ def test_other_threads_wait_for_an_update_until_its_parameters_are_ordinary(monk
     monkeypatch.setattr(masters_module, "let_go_all", watched)
     Master.end_update([master])
     assert seen == [(True, None)] and master.update is None and type(parameter) is nn.Parameter
+
+
+def test_embeddings_and_the_module_around_them_are_computed_row_by_row():
+    model = bert()
+    modules, layers = list(model.modules()), list(model.bert.encoder.layer)
+    assert input_embeddings(modules, layers) == {model.bert.embeddings.word_embeddings, model.bert.embeddings}
 
 
 def test_updates_are_in_the_order_in_which_the_next_forward_needs_them():
