@@ -130,13 +130,6 @@ def test_a_training_goes_on_without_one_where_that_is_asked(tmp_path, monkeypatc
     assert not at.endswith("values") or steps_in(tmp_path / "now") == ([4] if at == "some values" else [])
 
 
-def test_an_error_of_an_update_is_none_of_a_generation(tmp_path, monkeypatch):
-    """Else a training would go on without that update."""
-    monkeypatch.setattr(layerwise_step.Part, "run", Mock(side_effect=STALE))
-    with pytest.raises(OSError, match="Stale file handle"):
-        realtime(tmp_path / "run", l2l_realtime_errors="warn", eps_update="deferred").train()
-
-
 def test_else_it_stops_with_one_sentence(tmp_path, monkeypatch):
     made = realtime(tmp_path / "run", callbacks=[At("on_step_begin", 2, lambda: disk_is_full(monkeypatch))])
     with pytest.raises(CheckpointSaveError, match="name a folder on another disk"):
