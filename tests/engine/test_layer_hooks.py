@@ -516,10 +516,11 @@ THROUGH = "a backward must go through the outputs of a layer"
 def test_a_program_is_refused_that(kind, program, options, message):
     AUXILIARY.clear()
     net = made(kind)
-    attach(net, **options)
+    optimizer = attach(net, **options).wrap(torch.optim.SGD(net.parameters(), lr=0.1))
     fails = program(net)
     with pytest.raises(RuntimeError, match=message):
         fails()
+    del optimizer  # which the engine refers to weakly
     AUXILIARY.clear()
 
 
