@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 import time
 import warnings
@@ -377,3 +378,33 @@ def test_a_script_that_ends_makes_its_updates_first(pool, programs, tmp_path):
     assert [rank.ended(60) for rank in ranks] == [(0, "", "")] * 2
     alone = pool(1).run(steps_of, "24 layers", 1)[0][0]
     assert digest(*torch.load(f"{file}.saved", weights_only=True)) == alone
+
+
+ENDLESS = """
+import os, signal, time
+import torch
+from hf_l2l import L2LConfig, attach_l2l
+from hf_l2l.optim import layerwise_step
+from models import Toy, batch_for
+
+def update(*args, **kwargs):
+    os.write(1, b"updating\\n")
+    time.sleep(1000)
+layerwise_step.Part.run = update
+signal.signal(signal.SIGINT, signal.default_int_handler)
+model = Toy()
+eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="deferred", layer_classes=("Block",)))
+optimizer = eps.wrap(torch.optim.AdamW(model.parameters()))
+while True:
+    model(**batch_for(model, masked=False)).loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, *more(signal.SIGTERM)])
+def test_a_signal_ends_a_program_whose_update_takes_for_ever(programs, sent):
+    program = programs.start(ENDLESS)
+    assert program.stdout.readline() == "updating\n"
+    program.kill(sent)
+    status, _, said = program.ended(60)
+    assert status == -sent and ("KeyboardInterrupt" in said) == (sent == signal.SIGINT) and "Error" not in said
