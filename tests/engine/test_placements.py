@@ -54,7 +54,10 @@ def streamed(mode: str, precision: str) -> Run:
 @pytest.mark.parametrize(
     ("placement", "mode", "precision"),
     combinations(
-        [*MAIN, *more(*OTHERS)], UPDATED_BY, PRECISIONS, together=1, where=lambda *case: case[1:] != ("eager", "fp16")
+        *([*MAIN, *more(*OTHERS)], UPDATED_BY, PRECISIONS),
+        together=1,
+        at_night=2,
+        where=lambda *case: case[1:] != ("eager", "fp16"),
     ),
 )
 def test_they_train_as_streamed_ones(placement, mode, precision):
@@ -84,6 +87,7 @@ def told_by_streamed(scenario: str, precision: str) -> dict[str, Any]:
         SCENARIOS,
         ["fp32", *more("bf16")],
         together=1,
+        at_night=2,
     ),
 )
 def test_every_program_finds_the_same(placement, scenario, precision):

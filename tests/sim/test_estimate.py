@@ -70,7 +70,8 @@ OF_PROCESS = ("total", "simulated device", "Python, libraries and other")
 NOT_NAMED = ("kept graphs", "inputs of the last layers")
 """Settings in which the bytes of each name are not compared."""
 FAST = [("bert", "accumulation"), ("llama", "autocast")]
-ALL_CASES = [each for each in product(MODELS, SETTINGS) if each[1] != "16 bits" or each[0] == "llama"]
+OF_SOME = {"16 bits": ["llama"], **dict.fromkeys([s for s in SETTINGS if "autocast" in s], ["bert", "llama", "t5"])}
+ALL_CASES = [each for each in product(MODELS, SETTINGS) if each[0] in OF_SOME.get(each[1], MODELS)]
 SHARED_AND_KEPT = "t5", "inputs of the last layers"
 """Encoder states that pass through the host, and are on the device for the last layers alone: too much of them, and
 of their gradients, is expected to be there."""

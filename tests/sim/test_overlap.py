@@ -245,7 +245,8 @@ def with_late_copies(name: str, mode: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "seed"), combinations(PLACES if ALL else SOME, UPDATED_BY, [0, *more(1, 2)], together=1)
+    ("name", "mode", "seed"),
+    combinations(PLACES if ALL else SOME, UPDATED_BY, [0, *more(1, 2)], together=1, at_night=2),
 )
 def test_when_copies_land_changes_no_bit(name, mode, seed):
     with sim_stream.random_landing(seed):

@@ -237,6 +237,7 @@ def cases_of_a_step() -> list[Any]:
             ("serial", "deferred", "eager"),
             range(3),
             (3,) if name == "prefetch" else (1, 3),  # the first step knows no order
+            at_night=2,
             # Of a serial update, the optimizer's own step raises.
             where=lambda mode, index, at, place=place: not (place.is_update and mode == "serial"),
         )
