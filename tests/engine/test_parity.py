@@ -87,7 +87,7 @@ def check_family(
         [FLOAT64, FLOAT32],
         MEMORIES,
         together=1,
-        at_night=3,
+        at_night=3 if DEVICE == "cpu" else 2,
         # Weights are resident where memory is not that of the host, or nothing changes.
         where=lambda *case: DEVICE != "cpu" or "resident" not in str(case[2]) or case[-1] is nullcontext,
     ),
