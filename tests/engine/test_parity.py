@@ -35,7 +35,7 @@ from models import (
     train_once,
 )
 from runs import UPDATED_BY, assert_close_tensors, assert_same_run, on_host, train
-from tiers import combinations, cpu_suffices, more
+from tiers import combinations, cpu_suffices, more, on_a_device
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
 MEMORIES = [forced_copies, *([nullcontext] if DEVICE == "cpu" else [])]
@@ -162,7 +162,7 @@ def test_one_ubatch_gives_the_same_bits(family):
 # ---- what travels ahead of the computation
 
 
-@cpu_suffices
+@on_a_device
 @pytest.mark.parametrize(
     ("stash", "mode", "options"),
     combinations(
