@@ -67,13 +67,13 @@ demo:  ## Train one model with Trainer and with L2LTrainer, and compare memory a
 	@# Threads that wait asleep: on a busy machine, spinning ones starve those they wait for.
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m hf_l2l.cli.demo
 
-test: $(VENV)/ready  ## Run the tests (under 5 minutes on 2 cores).
+test: $(VENV)/ready  ## Run the tests (about 5 minutes on 2 cores).
 	@$(SIDE_BY_SIDE) $(PARTS_OF_TESTS:%=test-on-%)
 
 test-on-%: $(VENV)/ready
 	$(call TESTS_OF,$*,$(VENV))
 
-test-all: $(VENV)/ready  ## Run all tests, the matrices and large sizes too (under 45 minutes).
+test-all: $(VENV)/ready  ## Run all tests, the matrices and large sizes too.
 	@$(SIDE_BY_SIDE) $(PARTS_OF_TESTS:%=test-all-on-%)
 
 test-all-on-%: $(VENV)/ready
