@@ -191,13 +191,12 @@ def all_options(run: RunShapes) -> Iterator[L2LConfig]:
             yield replace(run.config, stash=stash, boundary=boundary, gradient_slots=gradient_slots, **made)
 
 
-@nightly
-@pytest.mark.parametrize("rates", ["compute", *more("update", "link", "calls")])
+@pytest.mark.parametrize("rates", ["link", *more("compute", "update", "calls")])
 def test_no_other_choice_is_faster(rates):
     run = run_of()
     known = [(needed(run, each), time_of(run, each, BY_BOUND[rates]).seconds) for each in all_options(run)]
     smallest = min(size for size, _ in known)
-    for share in (1.0, 1.8, *more(1.3, 2.5, 4.0)):
+    for share in (1.0, 1.3, *more(1.8, 2.5, 4.0)):
         budget = int(share * smallest)
         best = min(seconds for size, seconds in known if size <= budget)
         assert make_plan(run, budget, BY_BOUND[rates]).time.seconds <= 1.02 * best, share

@@ -86,6 +86,17 @@ def alone_between_steps() -> Any:
     return run.ended()
 
 
+def forwards_before_backwards() -> Any:
+    """Two forwards, and then their backwards: no update begins after the first one."""
+    run = Ranked("layers", eps_update="eager")
+    for step in range(2):
+        losses = [run.loss(10 * step + seed, number) / run.share for seed in range(2) for number in run.numbers]
+        for loss in losses:
+            loss.backward()
+        run.step()
+    return run.ended()
+
+
 def overflowing(options: dict[str, Any]) -> Any:
     """A rank has gradients that are not finite in the second step."""
     run = Ranked(**options)
@@ -157,6 +168,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
     "layers are unfrozen": (unfreezing, "unfrozen"),
     "embeddings are resized": (resized,),
     "one rank evaluates alone": (alone_between_steps,),
+    "forwards come before backwards": (forwards_before_backwards,),
     "a state is loaded after the first step": (loaded_after_a_step,),
     "rows by AdamW, fused": (rows_of_steps, "fused", "bf16", 2),
     # What is told of their state is longer than a message.

@@ -212,7 +212,8 @@ def test_attaching_again_and_again_leaves_nothing(pool):
     for before, once, often in pool(2).run(attached_again_and_again, times(3, 20)):
         assert len(often["files"]) <= len(once["files"])  # gloo closes some of its sockets later
         assert "/memfd" not in often["files"]
-        assert (often["maps"], often["threads"]) == (0, before["threads"])
+        # A thread of the test before may have ended meanwhile.
+        assert often["maps"] == 0 and often["threads"] <= before["threads"]
 
 
 def still_mapped() -> dict[str, Any]:

@@ -237,8 +237,7 @@ def test_each_row_travels_once_in_each_direction():
     assert (3 + 1 + 3) * 8 * A + 4 * weights <= found["download"] < (3 + 1 + 3) * 8 * A + 4 * weights + A
 
 
-@nightly
-@pytest.mark.parametrize("size", ["64MiB", None, "64GiB"])
+@pytest.mark.parametrize("size", ["64MiB", *more(None, "64GiB")])
 def test_auto_is_the_host_where_the_device_is_small(size):
     """And the device where it does not say how much memory it has. The output of a layer has 3 MiB."""
     rows, kinds = 2**20 // A * 3, []
