@@ -141,6 +141,28 @@ def test_else_it_stops_with_one_sentence(tmp_path, monkeypatch):
         realtime(tmp_path / "again", l2l_realtime_checkpoint=str(tmp_path / "other")).train()
 
 
+class Failing(torch.optim.SGD):
+    """Its update fails as a disk with its state would."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if threading.current_thread() is not threading.main_thread():  # else it is tried, or has no gradients
+            time.sleep(0.2)  # the step has ended then
+            raise OSError(5, "the update has failed")
+
+
+@pytest.mark.parametrize("errors", ["warn", "stop"])
+def test_an_error_of_an_update_is_no_error_of_a_generation(tmp_path, caplog, errors):
+    model = tiny_bert(dropout=0.0, layers=2)
+    options = {"optimizers": (Failing(model.parameters(), lr=0.1), None), "l2l_realtime_errors": errors}
+    made = realtime(tmp_path / "run", model=model, eps_update="deferred", **options)
+    hf.utils.logging.enable_propagation()
+    with pytest.raises(OSError, match="the update has failed") as caught:
+        made.train()
+    assert not isinstance(caught.value, CheckpointSaveError)
+    assert "without a real-time checkpoint" not in caplog.text
+
+
 def test_what_they_cost_is_logged_before_the_first_is_there_and_then(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trainer_part, "write_rate", lambda folder: 1000.0)
     hf.utils.logging.set_verbosity_info()

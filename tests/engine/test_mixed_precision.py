@@ -227,6 +227,19 @@ def test_copies_are_made_once_per_update_and_never_stale(mode, fused, monkeypatc
     assert not any(any(each is master for master in masters) for each in copied)
 
 
+def test_a_write_after_the_first_forward_is_uploaded():
+    """In that forward, the model's own code ran with the masters, too, so that the dimension of rows was found."""
+    model = Classifying()
+    attach_l2l(model, config_for(model, device=DEVICE, ubatch_size=2, cmp="bf16"))
+    assert model(**batch(0)).loss.requires_grad
+    for p in model.parameters():
+        p.data.mul_(2.0)  # moves no version counter
+    found = model(**batch(0)).loss.item()
+    short = copy_as(model, torch.bfloat16).to(DEVICE)
+    let_heads_return_fp32(short)
+    assert found == pytest.approx(short(**sent(0)).loss.item(), rel=1e-3)
+
+
 @nightly
 @cpu_suffices
 def test_any_loop_with_accelerate_skips_and_its_scheduler_waits():
