@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks import budget_curve
 from hf_l2l import L2LConfig
+from hf_l2l.memory.device_memory import HEAD
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.plan.layer_probe import with_layer_rates
 from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, time_of
@@ -200,6 +201,12 @@ def test_no_other_choice_is_faster(rates):
         budget = int(share * smallest)
         best = min(seconds for size, seconds in known if size <= budget)
         assert make_plan(run, budget, BY_BOUND[rates]).time.seconds <= 1.02 * best, share
+
+
+def test_the_gradients_of_the_head_leave_while_the_last_layer_computes():
+    phases = dict(run_of(layers=3).on_device(L2LConfig(ubatch_size=2, stash="host", boundary="host")).phases())
+    first, second, last = (phases[f"backward of layer {number}"][HEAD] for number in (1, 2, 3))
+    assert last > second == first
 
 
 def test_tokens_from_which_transfers_and_updates_are_hidden():

@@ -39,6 +39,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "mutants"
 LIST = FOLDER / "list.json"
+SUITES = ("old", "new")
 SEED = 58
 COUNTS = {
     **{"engine": 14, "eps": 12, "checkpoint": 12, "device": 8, "stash": 8, "optim": 8, "rows": 6, "logits": 6},
@@ -357,18 +358,17 @@ def rows_of(results: Path) -> list[dict[str, Any]]:
 
 
 def table() -> str:
-    """How many each suite finds, by package, in markdown."""
-    suites = {file.stem: rows_of(file) for file in sorted(FOLDER.glob("*.jsonl"), reverse=True)}
-    found = {suite: {row["name"] for row in rows if row["found"]} for suite, rows in suites.items()}
-    ran = {suite: {row["name"] for row in rows if row["found"] is not None} for suite, rows in suites.items()}
+    """How many of those that it was run against each suite finds, by package, in markdown."""
+    suites = {
+        suite: {row["name"]: bool(row["found"]) for row in rows_of(FOLDER / f"{suite}.jsonl")} for suite in SUITES
+    }
     lines = [f"| package | mutants | {' | '.join(f'found by {suite}' for suite in suites)} |"]
     lines.append("| --- " * (2 + len(suites)) + "|")
-    for package in COUNTS:
-        names = [each.name for each in listed() if each.file.startswith(f"hf_l2l/{package}/")]
-        cells = [
-            f"{sum(name in found[s] for name in names)} of {sum(name in ran[s] for name in names)}" for s in suites
-        ]
-        lines.append(f"| {package} | {len(names)} | {' | '.join(cells)} |")
+    for package in (*COUNTS, ""):
+        names = [each.name for each in listed() if each.file.startswith(f"hf_l2l/{package}")]
+        ran = [[found[name] for name in names if name in found] for found in suites.values()]
+        cells = [f"{sum(found)} of {len(found)}" for found in ran]
+        lines.append(f"| {package or 'all'} | {len(names)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
