@@ -1,5 +1,5 @@
-"""Uploads, downloads, norms and updates that fail are told with their layer; the step can be made again, or the engine
-says that it has failed."""
+"""Downloads and updates that fail outside the layers, or in the program; nothing keeps a model whose engine has
+failed. Of the layers: `tests/trainer/test_faults.py`."""
 
 from __future__ import annotations
 
@@ -19,29 +19,13 @@ from devices import DEVICE
 from hf_l2l import EngineFailedError, detach_l2l
 from hf_l2l.eps import updates
 from hf_l2l.eps.gradients import Gradients
-from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.runtime import stream
 from late_updates import late_updates
 from memory_switches import poisoned_releases
 from models import train_once
-from runs import assert_same_run, attach, run_of
+from runs import attach
 from tiers import combinations
 
 MODES = ("serial", "deferred", "eager")
-FAULTS: dict[str, dict[str, Any]] = {
-    "upload": {},
-    "download": {},
-    "norm": {},
-    "stash download": {"stash": "host"},
-    "stash upload": {"stash": "host"},
-    "update": {},
-    "renewal": {"cmp": "bf16"},
-}
-"""What fails: with which options."""
-if DEVICE == "cpu":  # where weights and the stash stay where they are, and norms are computed when they are needed
-    FAULTS = {name: FAULTS[name] for name in ("download", "update", "renewal")}
-IN_THE_BACKGROUND = ("update", "renewal")
-"""After a step that changes the weights; a serial one is the optimizer's own."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,31 +39,19 @@ class FaultError(Exception):
     pass
 
 
-def of_masters(arguments: Any) -> list[torch.Tensor]:
-    return [master.parameter for master in arguments[1]]
-
-
 @contextmanager
-def failing(what: str, victims: Iterable[torch.Tensor], error: type[BaseException] = FaultError) -> Iterator[None]:
-    """Inside, each such thing that one of these parameters takes part in raises."""
+def failing(what: str, victims: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, each download or update that one of these parameters takes part in raises."""
     addresses = {id(each) for each in victims}
-
-    def of_span(arguments: Any) -> Any:
-        of = getattr(arguments[2], "layer", arguments[2])
-        parameters = of.parameters() if isinstance(of, nn.Module) else [of]
-        return parameters if arguments[1] == what else []
-
-    owner, name, parameters = {
-        "upload": (Copies, "of_unit", lambda arguments: arguments[1].module.parameters()),
-        "download": (Gradients, "receive", lambda arguments: [master.parameter for master, _ in arguments[1]]),
-        "update": (updates, "carry_out", of_masters),
-        "renewal": (Copies, "renew", of_masters),
-    }.get(what, (stream, "span", of_span))
+    owner, name, masters = {
+        "download": (Gradients, "receive", lambda arguments: [master for master, _ in arguments[1]]),
+        "update": (updates, "carry_out", lambda arguments: arguments[1]),
+    }[what]
     original: Callable[..., Any] = getattr(owner, name)
 
     def broken(*arguments: Any) -> Any:
-        if any(id(each) in addresses for each in parameters(arguments)):
-            raise error(f"no {what}")
+        if any(id(master.parameter) in addresses for master in masters(arguments)):
+            raise FaultError(f"no {what}")
         return original(*arguments)
 
     with mock.patch.object(owner, name, broken):
@@ -89,58 +61,6 @@ def failing(what: str, victims: Iterable[torch.Tensor], error: type[BaseExceptio
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
     model(**batch).loss.backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("fault", "mode", "index"),
-    combinations(
-        FAULTS,
-        MODES,
-        range(3),
-        where=lambda fault, mode, index: (
-            (mode != "serial" or fault not in IN_THE_BACKGROUND)
-            and (fault != "stash upload" or index < 2)  # what the last layer is given stays on the device
-        ),
-    ),
-)
-def test_a_fault_is_told_with_its_layer_and_the_step_repeated_or_refused(fault, mode, index):
-    """With its type, Ctrl-C, too; in its own step, or in the next one if the update is deferred. Then the step can be
-    made again, with the bits of a training without the fault, or the engine says that it has failed."""
-    is_update = fault in IN_THE_BACKGROUND
-    error = KeyboardInterrupt if index == 1 and not is_update else FaultError
-    runs = []
-    for breaks in (False, True):
-        model, eps, optimizer, batch = attach(eps_update=mode, num_threads=1 + index % 2, **FAULTS[fault])
-        model.eval()
-
-        def step(model: Any = model, eps: Any = eps, optimizer: Any = optimizer, batch: Any = batch) -> None:
-            optimizer.zero_grad()
-            make_step(model, optimizer, batch)
-            if mode == "eager":  # the updates of the first layers, which come last, may still be under way
-                eps.synchronize()
-
-        step()
-        if breaks:
-            with failing(fault, model.blocks[index].parameters(), error), pytest.raises(error) as told:
-                step()
-                assert is_update and mode == "deferred"
-                step()
-            # A layer that computes meanwhile, if what it will need is uploaded.
-            assert ("blocks." if fault == "stash upload" else f"blocks.{index}") in " ".join(told.value.__notes__)
-            # Masters that have been updated cannot be put back; in an eager step, those of the head and last layers.
-            if is_update or (mode == "eager" and fault in ("download", "norm", "stash upload")):
-                for again in (step, eps.synchronize):
-                    with pytest.raises(EngineFailedError, match="Load the last checkpoint"):
-                        again()
-                with pytest.warns(UserWarning, match="an update failed"):
-                    detach_l2l(model)
-                assert all(type(p) is nn.Parameter for p in model.parameters())
-                assert not eps.updates.worker.lives
-                return
-        step()
-        eps.synchronize()
-        runs.append(run_of(model, optimizer, []))
-    assert_same_run(*runs)
 
 
 @pytest.mark.parametrize("fault", ["download", "update"])

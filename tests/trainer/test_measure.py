@@ -185,7 +185,7 @@ def test_steps_leave_nothing(options, mode, device, tmp_path, monkeypatch):
     model, eps, optimizer, batch = attach(eps_update=mode, **options, **spills)
     batches = [batch, batch_for(model, masked=False, rows=5, seed=2)]
     found = []
-    for step in range(16):
+    for step in range(12):
         with eps.accumulate():
             model(**batches[step % 2]).loss.backward()
         model(**batch).loss.backward()
@@ -197,7 +197,7 @@ def test_steps_leave_nothing(options, mode, device, tmp_path, monkeypatch):
         with torch.no_grad():
             model.eval()(**batch)
             model.train()
-        if step % 4 == 3:
+        if step % 3 == 2:
             eps.synchronize()
             found.append(left_over.counts())
             if DEVICE == "sim":
