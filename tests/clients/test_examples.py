@@ -18,10 +18,11 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 from client_models import bert, saved, sentence, tokenizer
-from clients import assert_same_bits, on_sim, start_again
+from clients import assert_same_bits, start_again
 from documents import ROOT, blocks
 from examples import run_example
 from hf_l2l.testing import enable_simulated_accelerator
+from tiers import on_a_device
 from training import settled_memory
 
 SMALL = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--ubatch_size", "3"]
@@ -72,7 +73,7 @@ def test_a_batch_of_64_is_trained_as_by_the_plain_trainer(contrastive):
     torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.skipif(not on_sim(), reason="limits the memory of the simulated accelerator")
+@on_a_device
 def test_only_layer_to_layer_a_batch_of_512_fits(contrastive):
     def peak(*words: str) -> int:
         settled_memory()

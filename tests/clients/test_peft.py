@@ -22,6 +22,7 @@ from client_models import bert, llama
 from clients import UBATCHES, assert_same_bits, on_sim
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l
 from hf_l2l.testing import Costs, virtual_clock
+from tiers import on_a_device, on_the_host
 
 DEVICE = "sim" if on_sim() else "cpu"
 MODELS: dict[str, Callable[[], nn.Module]] = {"CAUSAL_LM": llama, "SEQ_CLS": bert}
@@ -128,7 +129,7 @@ def test_adapters_that_hooks_choose_for_one_call(kind, options, ubatch_size):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.skipif(not on_sim(), reason="counts what the simulated accelerator copies")
+@on_a_device
 @ubatches
 @every_task
 @every_adapter
@@ -236,7 +237,7 @@ def trained(model: nn.Module, words: dict[str, torch.Tensor], **options: object)
     return losses
 
 
-@pytest.mark.skipif(on_sim(), reason="compares bits of the CPU")
+@on_the_host
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "LoRA"])
 def test_smollm_is_trained_as_by_torch(smollm, adapters):

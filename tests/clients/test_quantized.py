@@ -33,6 +33,7 @@ from hf_l2l.runtime.tensors import is_quantized, parts_of, tensor_bytes
 from hf_l2l.testing import Costs, enable_simulated_accelerator, virtual_clock
 from memory_switches import forced_copies
 from models import assert_same_bits, batch_for, gradients, relative_error, train_once
+from tiers import on_a_device, on_the_host
 
 ON_SIM = DEVICE == "sim"
 DEVICE = "sim" if ON_SIM else "cpu"
@@ -156,7 +157,7 @@ def test_the_detached_model_is_as_before(kind):
     assert_same_bits(gradients(model), gradients(before))
 
 
-@pytest.mark.skipif(not ON_SIM, reason="nothing travels where host and device are one")
+@on_a_device
 @every_kind
 def test_a_layer_is_uploaded_as_it_is_packed_and_adapters_come_back(kind):
     model = adapted(kind)
@@ -190,7 +191,7 @@ def test_eight_bits_of_bitsandbytes_are_refused():
         attach_l2l(model, L2LConfig(device=DEVICE))
 
 
-@pytest.mark.skipif(ON_SIM, reason="plain Trainer would move the model, which bitsandbytes refuses")
+@on_the_host
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_the_trainer_trains_what_from_pretrained_has_quantized(kind, tmp_path):
     small_llama().save_pretrained(tmp_path / "base")

@@ -17,10 +17,11 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from client_models import llama, saved, sentence, tokenizer
-from clients import UBATCHES, Training, assert_same, assert_same_bits, check_trainer, on_sim, options, run, start_again
+from clients import UBATCHES, Training, assert_same, assert_same_bits, check_trainer, options, run, start_again
 from hf_l2l import detach_l2l, make_l2l_arguments, make_l2l_trainer
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.testing import enable_simulated_accelerator
+from tiers import on_a_device
 from training import settled_memory
 
 FP32 = {"dtype": "float32"}
@@ -186,7 +187,7 @@ def _two_devices() -> Iterator[None]:
     enable_simulated_accelerator()
 
 
-@pytest.mark.skipif(not on_sim(), reason="the host is one device")
+@on_a_device
 @pytest.mark.usefixtures("_two_devices")
 @pytest.mark.parametrize("case", SEVERAL)
 def test_two_devices_train_as_one_with_twice_the_rows(tmp_path, case):
@@ -245,7 +246,7 @@ def test_arguments_of_a_checkpoint_are_loaded_and_plain_sft_goes_on_from_what_wa
     )
 
 
-@pytest.mark.skipif(not on_sim(), reason="counts the memory of the simulated accelerator")
+@on_a_device
 def test_device_memory_does_not_grow_with_the_depth_of_two_models(tmp_path):
     def made(depth: int) -> dict[str, Any]:
         sizes = {"num_hidden_layers": depth, "hidden_size": 32}
