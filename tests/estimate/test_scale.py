@@ -39,7 +39,7 @@ from hf_l2l.scale import (
 )
 from hf_l2l.scale.curves import arranged, curves
 from hf_l2l.scale.l2l import LayerSizes, LayerTimes, throughput
-from tiers import nightly, times
+from tiers import nightly
 
 GIB, DAY_S, YEAR_S = 2**30, 86_400, 365 * 86_400
 
@@ -344,7 +344,7 @@ def test_one_card_trains_what_does_not_fit_it():
 
 
 @nightly
-@settings(max_examples=times(12, 200), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     *map(st.sampled_from, ([2, 8, 16, 24, 32, 64], sorted(HARDWARE), list(Method), PARALLELISM)), st.integers(1, 2000)
 )

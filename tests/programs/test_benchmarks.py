@@ -33,7 +33,7 @@ from glue_script import ROWS, write
 from golden_cases import NOT_RECORDED, OPTIONS, Case, cases, quick
 from hf_l2l import L2LConfig, L2LTrainingArguments
 from rank_pool import RankPool
-from tiers import more, nightly, times
+from tiers import more, nightly
 
 RUNNER = Path(gpu.__file__)
 FOLDER, ROOT = RUNNER.parent, RUNNER.parent.parent
@@ -143,7 +143,7 @@ def test_each_trainer_has_a_row(tmp_path, capsys):
     """And a trace of its last step, if it is ours."""
     file, traces = tmp_path / "result.md", tmp_path / "traces.zip"
     options = ["--out", str(file), "--rows", str(tmp_path / "rows.jsonl"), "--traces", str(traces)]
-    modes = ["trainer", "cmp", *more("bf16-weights", "whole", "deferred", "shell", "planned", "fsdp2")]
+    modes = ["trainer", "cmp", "bf16-weights", "whole", "deferred", "shell", "planned", "fsdp2"]
     modes = [mode for mode in throughput.MODES if mode in modes]
     rows = throughput.main([*CASE, *reversed(modes), *options])
     shown = capsys.readouterr()
@@ -366,7 +366,7 @@ def test_finished_rows_are_not_run_again_and_rows_that_failed_are(tmp_path, monk
 @nightly
 def test_programs_are_compared_and_told_of(tmp_path, monkeypatch):
     """A seed always gives the same program."""
-    runs = times(1, 3)
+    runs = 3
     folders = ["--rows", str(tmp_path), "--results", str(tmp_path), "--hardware", "here"]
     assert soak.main(["updates", "--runs", str(runs), *folders]) == 0
     rows = [json.loads(line)["row"] for line in (tmp_path / "updates.jsonl").read_text().splitlines()]

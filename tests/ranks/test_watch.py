@@ -29,7 +29,7 @@ from hf_l2l.ranks.peers import OtherCallsError, Peers
 from hf_l2l.ranks.watch import HEADER
 from hf_l2l.runtime.stall_log import StallLog
 from rank_programs import Program, Programs
-from tiers import ALL, nightly
+from tiers import nightly
 
 
 def test_the_end_of_a_rank_ends_a_wait_with_its_number():
@@ -290,7 +290,7 @@ ENDS = {
 
 
 @nightly
-@pytest.mark.parametrize("program", ENDS if ALL else [*ENDS][:1])
+@pytest.mark.parametrize("program", ENDS)
 def test_how_a_program_has_ended(programs, program):
     """One that raises is a failure, also for ranks that do not wait for it. A forked process is no rank."""
     expected = ENDS[program]

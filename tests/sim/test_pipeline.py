@@ -113,7 +113,7 @@ def test_every_wait_is_needed(why, monkeypatch):
 
 @nightly
 @pytest.mark.parametrize(
-    ("seed", "mode"), [(0, "host, one slot"), *more((1, "host"), (2, "device"), (3, "host stash"), (5, "host"))]
+    ("seed", "mode"), [(0, "host, one slot"), (1, "host"), (2, "device"), (3, "host stash"), (5, "host")]
 )
 def test_when_copies_land_changes_no_bit(seed, mode):
     family = ("toy", "t5", "bert", "albert")[seed % 4]
@@ -403,7 +403,7 @@ def trained_head(family: str, count: int, mode: str, **options: Any) -> Trained:
 @nightly
 @pytest.mark.parametrize(
     ("family", "mode", "count"),
-    [("llama", "host", 3), *more(("bert", "bf16", 2), ("bert", "device", 2), ("llama", "all resident", 2))],
+    [("llama", "host", 3), ("bert", "bf16", 2), ("bert", "device", 2), ("llama", "all resident", 2)],
 )
 def test_chunks_on_several_devices_have_the_gradients_of_one(family, mode, count, monkeypatch):
     placed = []

@@ -307,8 +307,10 @@ FEW, ODD, LAYERS = replace(MACHINE, ubatches=2), replace(MACHINE, layers=10, uba
     ("machine", "count", "options"),
     [
         (ODD, 4, {}),
-        *more(*((MACHINE, count, {}) for count in (1, 2, 4, 8)), (FEW, 8, {})),
-        *more((LAYERS, 4, {"stash": "host", "boundary": "device"}), (LAYERS, 4, {"cmp": "bf16"})),
+        *((MACHINE, count, {}) for count in (1, 2, 4, 8)),
+        (FEW, 8, {}),
+        (LAYERS, 4, {"stash": "host", "boundary": "device"}),
+        (LAYERS, 4, {"cmp": "bf16"}),
     ],
 )
 def test_layers_in_turn_take_the_time_of_the_formula(machine, count, options):

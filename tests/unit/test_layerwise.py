@@ -23,7 +23,7 @@ from hf_l2l import Lamb
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layerwise_step import SplitStep
 from new_tensors import NewTensors
-from tiers import nightly, times
+from tiers import nightly
 
 
 def some(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -380,7 +380,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
 
 
 @nightly
-@settings(max_examples=times(4, 16), deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     having=st.lists(st.sets(st.integers(0, len(SHAPES) - 1)), min_size=STEPS, max_size=STEPS),
     parts=st.lists(partitions(), min_size=STEPS, max_size=STEPS),
