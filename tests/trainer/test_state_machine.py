@@ -557,6 +557,8 @@ class Machine(RuleBasedStateMachine):
         twins = self.of(which)
         options = self.options(options)
         twins.both(lambda side: side.place(**options))
+        if twins.ours.eps.scaler is None:
+            twins.plain.skipped = 0  # nothing counts them, and a checkpoint has no number
         twins.ours.load_scaler({"scale": 1.0, "_growth_tracker": 0, "skipped": twins.plain.skipped})
 
     @rule(which=which, number=st.integers(0, 30), factor=st.sampled_from([0.5, 1.5]))
