@@ -3,8 +3,6 @@ failed. Of the layers: `tests/trainer/test_faults.py`."""
 
 from __future__ import annotations
 
-import gc
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +18,7 @@ from hf_l2l import EngineFailedError, detach_l2l
 from hf_l2l.eps import updates
 from hf_l2l.eps.gradients import Gradients
 from late_updates import late_updates
+from left_over import gone
 from memory_switches import poisoned_releases
 from models import train_once
 from runs import attach
@@ -74,11 +73,8 @@ def test_a_model_whose_engine_has_failed_can_be_collected(fault):
                 make_step(model, optimizer, batch)
         return weakref.ref(model)
 
-    gone, until = failed(), time.monotonic() + 60
-    while gone() is not None and time.monotonic() < until:  # a thread may still be at its end
-        gc.collect()
-        time.sleep(0.02)
-    assert gone() is None
+    left = failed()
+    assert gone(lambda: left() is None)
 
 
 def test_a_sum_is_in_its_place_again_after_a_backward_that_failed():

@@ -6,6 +6,8 @@ import gc
 import os
 import re
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -94,3 +96,15 @@ def assert_flat(found: list[dict[str, Any]]) -> None:
     for name in found[0]:
         earlier, later = ([each[name] for each in part] for part in (found[:half], found[half:]))
         assert min(later) <= max(earlier), (name, earlier, later)
+
+
+def gone(is_over: Callable[[], bool]) -> bool:
+    """Whether what nobody refers to any more is gone, once it has been collected: graphs of autograd hide what they
+    refer to until they are gone themselves, and its thread for a device lets go a moment later."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        gc.collect()
+        if is_over():
+            return True
+        time.sleep(0.01)
+    return False

@@ -136,6 +136,8 @@ def trained(
         if str(file).endswith("optimizer.pt"):
             places.add(str(map_location))
             mapped.add(more.get("mmap") or serialization.load.mmap)
+        if kind == "hf" and str(map_location) == "cpu:0":
+            map_location = "cpu"  # with several ranks, transformers 5.17 names a device that torch cannot load to
         return load(file, map_location=map_location, **more)
 
     lines = Lines()

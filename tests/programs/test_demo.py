@@ -42,6 +42,7 @@ def found(last_loss: float = 0.6) -> Any:
 
 
 def test_the_last_line_says_what_was_shown(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     assert demo.tell(found(), tmp_path, "simulated card") == 0
     out = capsys.readouterr().out
     last = "Trainer needs 369 MiB of the card, L2LTrainer 119; their 2 losses are equal to the last bit."

@@ -15,7 +15,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -72,17 +71,6 @@ def options_of_l2l(draw: Any) -> dict[str, Any]:
         "kept_graphs": draw(st.sampled_from([0, 0, 1, 2])),
         "nonfinite": "raise" if mode == "eager" else draw(st.sampled_from(["raise", "skip"])),
     }
-
-
-def gone(is_over: Callable[[], bool]) -> bool:
-    """Whether what nobody refers to any more is gone, once it has been collected: graphs of autograd hide what they
-    refer to until they are gone themselves, and its thread for a device lets go a moment later."""
-    for _ in range(50):
-        gc.collect()
-        if is_over():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 class Counting(nn.Dropout):
@@ -542,7 +530,7 @@ class Machine(RuleBasedStateMachine):
         left = [weakref.ref(each) for each in (ours.model, ours.optimizer, ours.eps, *ours.model.parameters())]
         self.twins[number] = None  # type: ignore[call-overload]
         del ours
-        assert gone(lambda: all(each() is None for each in left)), "what was dropped is still there"
+        assert left_over.gone(lambda: all(each() is None for each in left)), "what was dropped is still there"
         made: list[Any] = []
         for each, make in ((found, Layered), (expected, Side)):
             torch.manual_seed(number)
@@ -580,7 +568,7 @@ class Machine(RuleBasedStateMachine):
                 compare()
         self.compares = "weights"
         most = 2 * len(self.twins)  # a thread that has been told to end may take a moment
-        assert len(self.threads()) <= most or gone(lambda: len(self.threads()) <= most), self.threads()
+        assert len(self.threads()) <= most or left_over.gone(lambda: len(self.threads()) <= most), self.threads()
 
     def teardown(self) -> None:
         if self.gate is not None:
@@ -595,9 +583,9 @@ class Machine(RuleBasedStateMachine):
         self.exits.close()
         if sys.exception() is not None:  # it refers to tensors
             return
-        assert gone(lambda: not self.threads()), self.threads()
-        assert gone(lambda: left_over.files() <= self.files_before), "files are still open"
-        assert gone(lambda: left_over.live_tensors() <= self.tensors_before), "tensors are still there"
+        assert left_over.gone(lambda: not self.threads()), self.threads()
+        assert left_over.gone(lambda: left_over.files() <= self.files_before), "files are still open"
+        assert left_over.gone(lambda: left_over.live_tensors() <= self.tensors_before), "tensors are still there"
 
 
 @cpu_suffices
