@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -197,13 +198,21 @@ def call_step_hook_last(optimizer: torch.optim.Optimizer, hook: RemovableHandle)
     cast(Any, optimizer._optimizer_step_pre_hooks).move_to_end(hook.id)
 
 
-def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The `step` of an optimizer's class, without torch's hooks for all optimizers.
+def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The `step` of a class of optimizers, without torch's hooks for all optimizers.
 
     `step.hooked` and `__wrapped__`, set by `Optimizer.profile_hook_step`; else those hooks would run in trials, too.
     """
-    step: Any = type(optimizer).step
+    step: Any = kind.step
     return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def hooks_of_all_steps() -> list[Callable[..., Any]]:
+    """The hooks that run before or after the step of any optimizer.
+
+    `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`; else gradients would be made
+    ready for such hooks in every step."""
+    return [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
 
 
 def active_collector() -> Any:

@@ -30,7 +30,7 @@ from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import check_finite
 from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, secure, settle, taken_factors
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.optim.bf16_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
+from hf_l2l.optim.rounded_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.optim.layerwise_check import can_split, why_in_parts
 from hf_l2l.optim.layerwise_step import Part, SplitStep, parameters_of, places_of
 from hf_l2l.optim.optimizer_entry import OptimizerEntry

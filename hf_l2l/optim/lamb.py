@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from hf_l2l.optim.chunked_pass import update_in_chunks
+from hf_l2l.optim.forms import LAMB, ParameterUpdate
+
 
 class Lamb(torch.optim.Optimizer):
     """Adam with the update of each parameter tensor scaled by the norm of its weights.
@@ -79,20 +82,30 @@ class Lamb(torch.optim.Optimizer):
                 f"Lamb takes dense, real gradients (got {gradient.layout} of {gradient.dtype}); use another optimizer "
                 "for these parameters"
             )
-        beta1, beta2 = group["betas"]
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)  # a float32 tensor, as in torch's optimizers
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
-        step = state["step"].item()
-        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        update = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"]).mul_(1 - beta1**step)
-        torch.div(mean, update, out=update)  # in place: one temporary tensor only
+        step, moments = state["step"].item(), (state["exp_avg"], state["exp_avg_sq"])
+        tensors = (p, gradient, *moments)
+        if LAMB.covers(group) and all(_is_of_the_host(tensor) for tensor in tensors):
+            # In chunks, with sums in their order: the bits of `one_pass`.
+            update = ParameterUpdate(p, gradient, 1.0, group, state, None, (0, 0))
+            update_in_chunks(LAMB, update, moments, step, LAMB.numbers(update, step, is_first=step == 1))
+            return
+        beta1, beta2 = group["betas"]
+        mean = moments[0].lerp_(gradient, 1 - beta1)
+        square = moments[1].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        change = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"]).mul_(1 - beta1**step)
+        torch.div(mean, change, out=change)  # in place: one temporary tensor only
         if group["weight_decay"]:
-            update.add_(p, alpha=group["weight_decay"])
-        p.add_(update, alpha=-float(group["lr"]) * _trust_ratio(p, update))
+            change.add_(p, alpha=group["weight_decay"])
+        p.add_(change, alpha=-float(group["lr"]) * _trust_ratio(p, change))
+
+
+def _is_of_the_host(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _trust_ratio(weights: torch.Tensor, update: torch.Tensor) -> float:

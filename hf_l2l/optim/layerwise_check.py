@@ -365,7 +365,7 @@ def _step_quietly(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         _NotTriable: if the step raises.
     """
-    step = unhooked_step(optimizer)
+    step = unhooked_step(type(optimizer))
     with _Foreign():
         step(optimizer)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_l2l.compat import drop_step_hooks, without_interception
-from hf_l2l.optim.bf16_state import Rounding, is_rounded, keeps_16_bits, widened
+from hf_l2l.optim.rounded_state import Rounding, is_rounded, keeps_16_bits, widened
 
 _OF_THE_PARAMETERS = ("params", "param_names")
 """The keys of a group whose values have one entry per parameter; the others are hyper-parameters."""

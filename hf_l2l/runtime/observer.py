@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -50,6 +50,16 @@ def stop_observing(device: torch.device, observer: Observer) -> None:
     """Remove `observer`, if it is the one of `device`."""
     if OBSERVERS.get(device) is observer:
         del OBSERVERS[device]
+
+
+HOST_LISTENERS: list[Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]] = []
+"""Told of work of the host that is done outside of torch: its name, and the tensors that it reads and writes."""
+
+
+def host_uses(what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor | None]) -> None:
+    """Tell that the host is about to read `reads`, and to read and write `writes`."""
+    for listener in HOST_LISTENERS:
+        listener(what, reads, writes)
 
 
 class _Here(threading.local):

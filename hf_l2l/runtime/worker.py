@@ -142,6 +142,73 @@ class OwnWork:
         return frame is not None
 
 
+class _Helpers:
+    """Threads that work together on one task of a worker."""
+
+    def __init__(self, count: int, flushes: bool) -> None:
+        """`count` threads, which treat denormals as `flushes` says."""
+        self.count = count
+        self._calls = queue.SimpleQueue[Callable[[], None] | None]()
+        self.threads = [
+            threading.Thread(target=_help, args=(self._calls, flushes), name="hf_l2l helper", daemon=True)
+            for _ in range(count)
+        ]
+
+    def run(self, call: Callable[[], None], count: int) -> None:
+        """Run `call` on `count` threads, and wait for them.
+
+        Raises:
+            BaseException: the first exception of a thread.
+        """
+        ended, errors = threading.Semaphore(0), list[BaseException]()
+
+        def reported() -> None:
+            with ExitStack() as stack:
+                stack.callback(ended.release)
+                stack.push(lambda kind, error, traceback: errors.append(error) is None if error is not None else None)
+                call()
+
+        for _ in range(count):
+            self._calls.put(reported)
+        for _ in range(count):
+            ended.acquire()
+        if errors:
+            raise errors[0]
+
+    def end(self) -> None:
+        """End the threads after what they were given."""
+        for _ in self.threads:
+            self._calls.put(None)
+
+
+def _help(calls: queue.SimpleQueue[Callable[[], None] | None], flushes: bool) -> None:
+    torch.set_flush_denormal(flushes)
+    while (call := calls.get()) is not None:
+        call()
+        del call  # frees all that it refers to before the wait for the next one
+
+
+class _Helped(threading.local):
+    """The helpers of a thread of a worker."""
+
+    helpers: _Helpers | None = None
+
+
+_HELPED = _Helped()
+
+
+def together(call: Callable[[], None], most: int) -> None:
+    """Run `call` on all threads of the worker that this thread belongs to, on `most` of them at most, and wait for
+    them; on this thread, if there are no others. The calls share out the work among themselves, and hold no lock of
+    Python while they do."""
+    helpers = _HELPED.helpers
+    count = 1 if helpers is None else min(helpers.count, most)
+    if helpers is None or count == 1:
+        call()
+    else:
+        helpers.run(call, count)
+
+
 class Worker:
     """A few threads, started by the first task and ended by `close` or with the last reference to the worker.
 
@@ -157,6 +224,7 @@ class Worker:
         self._state = _State()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._helpers: _Helpers | None = None
         self._end: weakref.finalize[..., Worker] | None = None
         self._flushes = False
         self._process = os.getpid()
@@ -259,15 +327,16 @@ class Worker:
         """Start threads that treat denormals as `flushes` says, and end those that do not."""
         if self._end is not None:  # after the tasks they were given
             self._end.detach()
-            _end_after_work(self._tasks, self._threads)
+            _end_after_work(self._tasks, self._threads, self._helpers)
         before = torch.get_num_threads()
         count = min(_AT_ONCE, self.num_threads)
+        helpers = _Helpers(self.num_threads, flushes) if self.num_threads > 1 else None
         tasks, ready = queue.SimpleQueue[_Job | None](), threading.Semaphore(0)
         self._tasks, self._flushes = tasks, flushes
         self._threads = [
             threading.Thread(
                 target=_work,
-                args=(tasks, (self.num_threads + number) // count, flushes, ready),
+                args=(tasks, (self.num_threads + number) // count, flushes, ready, helpers),
                 name="hf_l2l worker",
                 daemon=True,
             )
@@ -276,8 +345,9 @@ class Worker:
         # The finalizer also runs at the end of the process, before the interpreter is torn down. It is set before the
         # start, since a thread may fail to start. Arguments of threads must not refer to the worker, or to a failure.
         closing = None if self._finishes else self._closing
-        self._end = weakref.finalize(self, _end, tasks, closing, self._threads)
-        for thread in self._threads:
+        self._end = weakref.finalize(self, _end, tasks, closing, self._threads, helpers)
+        self._helpers = helpers
+        for thread in (*self._threads, *(() if helpers is None else helpers.threads)):
             thread.start()
         for _ in self._threads:
             ready.acquire()
@@ -313,7 +383,14 @@ class _Reporting:
         return True
 
 
-def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool, ready: threading.Semaphore) -> None:
+def _work(
+    tasks: queue.SimpleQueue[_Job | None],
+    num_threads: int,
+    flushes: bool,
+    ready: threading.Semaphore,
+    helpers: _Helpers | None,
+) -> None:
+    _HELPED.helpers = helpers
     torch.get_num_threads()  # first: the first call in a thread sets the number of the process
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(flushes)
@@ -327,21 +404,34 @@ def _work(tasks: queue.SimpleQueue[_Job | None], num_threads: int, flushes: bool
 
 
 def _end(
-    tasks: queue.SimpleQueue[_Job | None], closing: threading.Event | None, threads: list[threading.Thread]
+    tasks: queue.SimpleQueue[_Job | None],
+    closing: threading.Event | None,
+    threads: list[threading.Thread],
+    helpers: _Helpers | None,
 ) -> None:
     if closing is None:  # after the tasks that they were given
-        _end_after_work(tasks, threads)
+        _end_after_work(tasks, threads, helpers)
         return
     closing.set()
-    _end_after_work(tasks, threads, within_s=_CLOSES_WITHIN_S)
+    _end_after_work(tasks, threads, helpers, within_s=_CLOSES_WITHIN_S)
 
 
 def _end_after_work(
-    tasks: queue.SimpleQueue[_Job | None], threads: list[threading.Thread], within_s: float = threading.TIMEOUT_MAX
+    tasks: queue.SimpleQueue[_Job | None],
+    threads: list[threading.Thread],
+    helpers: _Helpers | None,
+    within_s: float = threading.TIMEOUT_MAX,
 ) -> None:
     until = time.monotonic() + within_s
     for _ in threads:
         tasks.put(None)
+    _join(threads, until)
+    if helpers is not None:
+        helpers.end()
+        _join(helpers.threads, until)
+
+
+def _join(threads: list[threading.Thread], until: float) -> None:
     for thread in threads:
         if thread.is_alive() and thread is not threading.current_thread():  # alive: it may not have been started
             thread.join(max(0.0, until - time.monotonic()))

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from devices import DEVICE
 from hf_l2l import EagerParamServer, L2LConfig, attach_l2l, copy_as, detach_l2l
 from hf_l2l.model.precision import let_heads_return_fp32
-from hf_l2l.optim.bf16_state import GROUP_KEY, Rounding, stochastically_rounded, widened
+from hf_l2l.optim.rounded_state import GROUP_KEY, Rounding, stochastically_rounded, widened
 from models import FAMILIES, ROWS, Block, Toy, batch_for, train_once
 from runs import OPTIMIZERS, Run, assert_same_run, assert_same_tensors, attach, config_for, run_of, seed_all
 from tiers import combinations, cpu_suffices, more, nightly, times

@@ -1,16 +1,21 @@
-"""16-bit optimizer state: bfloat16 between steps, fp32 for the arithmetic, rounded stochastically.
+"""Optimizer state in fewer bits: bfloat16, or blocks of 8 bits, between steps; fp32 for the arithmetic.
 
 With rounding to nearest, changes of a moment below half a unit in the last place would be lost. Stochastic rounding,
-up or down with probabilities by distance, is unbiased. The random bits depend on a seed, the number of the step, and
-the tensor; so they do not depend on the thread, and are the same after resuming, since checkpoints have all of these.
+up or down with probabilities by distance, is unbiased. The random bits of an element are a hash of a seed, the number
+of the step, the parameter, and the number of the element; so they do not depend on threads, nor on how the work is
+cut, and are the same after resuming, since checkpoints have all of these.
+
+What the kernels of the update do by themselves (`kernels`), this does in torch, to the same bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -20,27 +25,62 @@ from hf_l2l.runtime.flat_memory import elements, is_dense
 GROUP_KEY = "l2l_rounding"
 """Key of an optimizer's first group for seed and step number, which makes them part of its state dict."""
 
+CHUNK = 2**16
+"""Elements that are converted at once, in memory that a cache holds."""
 
-def stochastically_rounded(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round `values` (float32, host) to bfloat16: each to one of its two neighbours, unbiased.
+_16 = np.uint32(16)
 
-    Non-finite values, and values that bfloat16 can represent, do not change.
+_UNSIGNED = ("exp_avg_sq",)
+"""Keys of state that has no negative values; it is rounded by the upper half of the random bits."""
+_OF_KERNELS = ("exp_avg", "momentum_buffer", *_UNSIGNED)
+"""Keys of state that is rounded by the random bits of its parameter; other state has bits of its own."""
 
-    Args:
-        values: float32, any shape; their memory is overwritten.
-        seed: of the random bits, from 0 to 2**64 - 1.
+Keys = tuple[int, int]
+"""Two numbers of 32 bits, from which the random bits of one parameter in one step are made."""
+
+
+class _Scratch(threading.local):
+    """Memory of one thread, which a cache of its core holds."""
+
+    def __init__(self) -> None:
+        self.index = np.arange(CHUNK, dtype=np.uint32)
+        self.drawn, self.spare = np.empty_like(self.index), np.empty_like(self.index)
+
+
+_SCRATCH = _Scratch()
+
+
+def random_bits(start: int, count: int, keys: Keys) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """32 random bits for each of `count` elements from number `start` on: uint32, in memory that the next call of this
+    thread overwrites.
+
+    The hash is lowbias32 (shifts, and two multiplications), with a key added at its beginning and another one in its
+    middle. All operations are those of 32 bits, which wrap around.
     """
-    assert values.dtype == torch.float32, "float32 is rounded to 16 bits"
-    values = values if is_dense(values) else values.contiguous()
-    flat = elements(values)
-    generator = torch.Generator().manual_seed(seed)
-    # Four elements share one draw, since drawing dominates the time.
-    drawn = torch.empty(-(-flat.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
-    # From 0 to 65535; bfloat16 neighbours are 65536 apart, and a carry rounds away from zero.
-    step = drawn.view(torch.int16)[: flat.numel()].to(torch.int32).add_(2**15)
-    step.mul_(flat.isfinite())  # a carry could turn a NaN into a number
-    flat.view(torch.int32).add_(step).bitwise_and_(-(2**16))
-    return values.to(torch.bfloat16)
+    r, t = _SCRATCH.drawn[:count], _SCRATCH.spare[:count]
+    np.add(_SCRATCH.index[:count], np.uint32((start + keys[0]) % 2**32), out=r)
+    np.bitwise_xor(r, np.right_shift(r, _16, out=t), out=r)
+    np.multiply(r, np.uint32(0x7FEB352D), out=r)
+    np.bitwise_xor(r, np.right_shift(r, np.uint32(15), out=t), out=r)
+    np.bitwise_xor(r, np.uint32(keys[1]), out=r)
+    np.multiply(r, np.uint32(0x846CA68B), out=r)
+    np.bitwise_xor(r, np.right_shift(r, _16, out=t), out=r)
+    return r
+
+
+def round_to_bf16(
+    values: torch.Tensor, drawn: np.ndarray[Any, np.dtype[np.uint32]], out: torch.Tensor, *, upper: bool
+) -> None:
+    """Round `values` (float32, one dimension) to `out` (bfloat16): each to one of its two neighbours, by the lower or
+    `upper` 16 of its random bits. Infinities, NaN, and what bfloat16 can represent do not change."""
+    t = _SCRATCH.spare[: len(drawn)]
+    np.right_shift(drawn, _16, out=t) if upper else np.bitwise_and(drawn, np.uint32(0xFFFF), out=t)
+    # bfloat16 neighbours are 65536 apart in bits of fp32, and a carry rounds away from zero.
+    np.add(values.view(torch.int32).numpy().view(np.uint32), t, out=t)
+    np.bitwise_and(t, np.uint32(0xFFFF0000), out=t)
+    out.copy_(torch.from_numpy(t.view(np.float32)))
+    if values.sum().isnan():  # a carry could make a number of a NaN
+        out.copy_(torch.where(values.isnan(), torch.nan, out))
 
 
 class Rounding(NamedTuple):
@@ -61,6 +101,13 @@ class Rounding(NamedTuple):
         seed, step = Rounding.of(optimizer)
         optimizer.param_groups[0][GROUP_KEY] = (seed, step + 1)
 
+    def keys(self, place: tuple[int, int], of: str = "") -> Keys:
+        """The keys of the parameter at this place: the number of its group, and its number there. State that kernels
+        do not round has keys of its own, by its name."""
+        named = repr((self.seed, self.step, *place, *([of] if of else []))).encode()
+        digest = hashlib.blake2b(named, digest_size=8).digest()
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
     def narrowed(
         self, state: Mapping[str, Any], place: tuple[int, int], before: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -77,10 +124,14 @@ class Rounding(NamedTuple):
     def _narrowed(self, key: str, value: Any, place: tuple[int, int], kept: Any) -> Any:
         if not is_rounded(value):
             return value
-        named = repr((self.seed, self.step, *place, key)).encode()
-        rounded = stochastically_rounded(value, int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big"))
-        alike = isinstance(kept, torch.Tensor) and kept.dtype == rounded.dtype and kept.shape == rounded.shape
-        return kept.copy_(rounded) if alike else rounded
+        values = value if is_dense(value) else value.contiguous()
+        alike = isinstance(kept, torch.Tensor) and kept.dtype == torch.bfloat16 and kept.stride() == values.stride()
+        rounded = kept if alike and kept.shape == values.shape else torch.empty_like(values, dtype=torch.bfloat16)
+        keys = self.keys(place, "" if key in _OF_KERNELS else key)
+        chunks = zip(elements(values).split(CHUNK), elements(rounded).split(CHUNK), strict=True)
+        for number, (wide, short) in enumerate(chunks):
+            round_to_bf16(wide, random_bits(number * CHUNK, wide.numel(), keys), short, upper=key in _UNSIGNED)
+        return rounded
 
 
 def is_rounded(value: Any) -> bool:

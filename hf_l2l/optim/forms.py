@@ -1,0 +1,239 @@
+"""The optimizers that are computed in one pass: what each keeps of a parameter, and the numbers of its step.
+
+Each class says when a group of the optimizer can be computed so, and makes of its hyper-parameters and of a number of
+steps the nine numbers that `kernels` reads, with the arithmetic of torch in double precision. `step` is the same on a
+chunk of a parameter, by torch's functional form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from hf_l2l.optim.rounded_state import Keys
+
+Numbers = tuple[float, float, float, float, float, float, float, float, float]
+
+
+class ParameterUpdate(NamedTuple):
+    """The update of one parameter."""
+
+    master: torch.Tensor
+    """float32, contiguous, on the host."""
+    gradient: torch.Tensor
+    """Like it, or in 16 bits."""
+    factor: float
+    """What the gradient is multiplied by first."""
+    group: Mapping[str, Any]
+    """The hyper-parameters."""
+    state: dict[str, Any]
+    """Its state in the optimizer, which is written to; empty before its first step."""
+    copy: torch.Tensor | None
+    """Of the same shape, bfloat16 or float16: gets the new values of the master; None if there is none."""
+    keys: Keys
+    """Those of its random bits in this step."""
+
+
+class Form(Protocol):
+    """One kind of optimizer."""
+
+    is_ours: bool
+    """Whether its step is this package's own in any case, and not one of torch's."""
+    counts: bool
+    """Whether the state of a parameter counts its steps."""
+    has_norms: bool
+    """Whether the step needs norms of the parameter, and so a second pass."""
+
+    def covers(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group with these hyper-parameters can be computed in one pass."""
+
+    def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
+        """The keys of the state's tensors that are like the parameter, the first with a sign, and the second without."""
+
+    def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
+        """What the kernel reads in step number `step`."""
+
+    def step(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        update: ParameterUpdate,
+        step: float,
+        *,
+        is_first: bool,
+    ) -> None:
+        """The same of a chunk of the parameter: tensors of one dimension, float32; the gradient has been multiplied."""
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(type(value) in (int, float) for value in values)
+
+
+def _is_plain(group: Mapping[str, Any]) -> bool:
+    return not any(group.get(name) for name in ("amsgrad", "capturable", "differentiable"))
+
+
+class _Adam:
+    """Adam and AdamW."""
+
+    is_ours, counts, has_norms = False, True, False
+
+    def covers(self, group: Mapping[str, Any]) -> bool:
+        beta1, beta2 = group["betas"]
+        numbers = _are_numbers(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        # For smaller ones, torch's interpolation has another form.
+        return _is_plain(group) and numbers and beta1 > 0.5
+
+    def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
+        group = update.group
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        is_apart = group.get("decoupled_weight_decay", False)
+        return (
+            -update.factor if group["maximize"] else update.factor,
+            0.0 if is_apart else decay,
+            1 - lr * decay if is_apart else 1.0,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            group["eps"],
+            lr / (1 - beta1**step),
+            math.sqrt(1 - beta2**step),
+        )
+
+    def step(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        update: ParameterUpdate,
+        step: float,
+        *,
+        is_first: bool,
+    ) -> None:
+        group = update.group
+        (beta1, beta2), (mean, square) = group["betas"], moments
+        adam(
+            [master],
+            [gradient],
+            [mean],
+            [square],
+            [],
+            [torch.tensor(step - 1)],  # which torch advances
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            decoupled_weight_decay=group.get("decoupled_weight_decay", False),
+        )
+
+
+class _Sgd:
+    """SGD with and without momentum."""
+
+    is_ours, counts, has_norms = False, False, False
+
+    def covers(self, group: Mapping[str, Any]) -> bool:
+        names = ("lr", "momentum", "dampening", "weight_decay")
+        return _is_plain(group) and _are_numbers(*(group[name] for name in names))
+
+    def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
+        group = update.group
+        factor = -update.factor if group["maximize"] else update.factor
+        momentum, weight = group["momentum"], 1 - group["dampening"]
+        flags = float(is_first), float(group["nesterov"])
+        return (factor, group["weight_decay"], -group["lr"], momentum, weight, *flags, 0.0, 0.0)
+
+    def step(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        update: ParameterUpdate,
+        step: float,
+        *,
+        is_first: bool,
+    ) -> None:
+        group = update.group
+        buffers: list[torch.Tensor | None] = [None] if is_first or not moments else [moments[0]]
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+        sgd([master], [gradient], buffers, fused=True, **{name: group[name] for name in names})
+        if is_first and moments and buffers[0] is not None:
+            moments[0].copy_(buffers[0])
+
+
+class _Lamb:
+    """`Lamb`. Each operation is rounded by itself, so that kernels and torch compute the same bits."""
+
+    is_ours, counts, has_norms = True, True, True
+
+    def covers(self, group: Mapping[str, Any]) -> bool:
+        return _are_numbers(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+
+    def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
+        group = update.group
+        beta1, beta2 = group["betas"]
+        correction, root = 1 - beta1**step, math.sqrt(1 - beta2**step)
+        # The step size is known after the first pass.
+        return (
+            update.factor,
+            group["weight_decay"],
+            correction,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            group["eps"],
+            0.0,
+            root,
+        )
+
+    def step(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        update: ParameterUpdate,
+        step: float,
+        *,
+        is_first: bool,
+    ) -> None:
+        """The moments alone."""
+        (beta1, beta2), (mean, square) = update.group["betas"], moments
+        mean.add_((gradient - mean).mul_(1 - beta1))
+        square.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
+
+    @staticmethod
+    def direction(master: torch.Tensor, moments: Sequence[torch.Tensor], numbers: Numbers) -> torch.Tensor:
+        """What the parameter moves by, before it is scaled: new memory."""
+        _, decay, correction, _, _, _, eps, _, root = numbers
+        mean, square = moments
+        direction = torch.div(mean, square.sqrt().div_(root).add_(eps).mul_(correction))
+        return direction.add_(master * decay) if decay else direction
+
+    @staticmethod
+    def size(update: ParameterUpdate, of_weights: float, of_directions: float) -> float:
+        """The step size, from the sums of the squares of the weights, and of what they would move by."""
+        is_scaled = of_weights > 0 and of_directions > 0
+        ratio = math.sqrt(of_weights) / math.sqrt(of_directions) if is_scaled else 1.0
+        return float(update.group["lr"]) * ratio
+
+
+ADAM, SGD, LAMB = _Adam(), _Sgd(), _Lamb()
