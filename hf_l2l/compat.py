@@ -210,8 +210,8 @@ def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 def hooks_of_all_steps() -> list[Callable[..., Any]]:
     """The hooks that run before or after the step of any optimizer.
 
-    `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`; else gradients would be made
-    ready for such hooks in every step."""
+    `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`; else gradients would be
+    made ready for such hooks in every step."""
     return [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
 
 

@@ -345,7 +345,7 @@ BESIDE = {
     "eps": "gradients host_memory masters pending updates weight_copies",
     "logits": "chunks deferred recorded",
     "model": "batch_dims captured_outputs layer_state precision quantized stacks units",
-    "optim": "rounded_state layerwise_check layerwise_step loss_scale rows_step",
+    "optim": "rounded_state layerwise_check layer_optimizers loss_scale rows_step",
     "ranks": "counterparts meeting messages owners peers shared_pages team watch",
     "rows": "functions host_rows row_modules weight_sums",
     "runtime": "backward_callbacks compute_state flat_memory observer stall_log stream tensors wait_reasons worker",

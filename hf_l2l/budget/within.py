@@ -21,8 +21,8 @@ from hf_l2l.devices import execution_devices
 from hf_l2l.log import logger
 from hf_l2l.model.residency import LayerPlace, parameters_to_move
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.optim.layerwise_check import why_not_layer_local
-from hf_l2l.optim.layerwise_step import unwrapped
 from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
 from hf_l2l.plan.planner import WORTH, BudgetError, Plan, make_plan, needed, plan_as, refuse_small, time_of

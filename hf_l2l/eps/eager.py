@@ -16,7 +16,7 @@ import torch
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
 from hf_l2l.eps.pending import Update
-from hf_l2l.optim.layerwise_step import hyperparameters_of
+from hf_l2l.optim.layer_optimizers import hyperparameters_of
 from hf_l2l.runtime.worker import Worker
 
 EAGER_NEEDS_OPTIMIZER = (

@@ -18,7 +18,7 @@ from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.model.units import LARGE, InModel, LayerUnit, parameters_in
-from hf_l2l.optim.layerwise_step import gradient_hook_error
+from hf_l2l.optim.layer_optimizers import gradient_hook_error
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
 from hf_l2l.runtime.observer import NON_LAYER

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import PendingSum, pending_of
-from hf_l2l.optim.layerwise_step import parameters_of
+from hf_l2l.optim.layer_optimizers import parameters_of
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.runtime.tensors import is_cache, leaves_of, map_tensors
 

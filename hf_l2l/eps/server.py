@@ -30,7 +30,7 @@ from hf_l2l.memory.memory_estimate import MOMENTS_ASSUMED
 from hf_l2l.memory.memory_report import PAGE_LOCKED, HostTable, MemoryReport, ShownAsTable
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import LayerPlace, state_follows
-from hf_l2l.optim.layerwise_step import parameters_of, unwrapped
+from hf_l2l.optim.layer_optimizers import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.ranks.team import Team, refuse_other_group

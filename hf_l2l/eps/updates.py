@@ -30,10 +30,11 @@ from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import check_finite
 from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, secure, settle, taken_factors
 from hf_l2l.eps.weight_copies import Copies
-from hf_l2l.optim.rounded_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
+from hf_l2l.optim.layer_optimizers import Part, SplitStep, parameters_of
 from hf_l2l.optim.layerwise_check import can_split, why_in_parts
-from hf_l2l.optim.layerwise_step import Part, SplitStep, parameters_of, places_of
+from hf_l2l.optim.one_pass import OnePass
 from hf_l2l.optim.optimizer_entry import OptimizerEntry
+from hf_l2l.optim.rounded_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import RaisedIn
@@ -55,6 +56,7 @@ class Updates:
         is_accumulating: Callable[[], bool],
     ) -> None:
         """`is_accumulating` returns True in a backward if another one follows before the step."""
+        self._moments = config.moment_dtype
         self.rounds = config.moment_dtype == "bf16"  # state on the host is kept in bfloat16
         self.in_parts = self.rounds or masters.precision.gradients == "16bit"
         """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
@@ -105,7 +107,11 @@ class Updates:
         splits = (in_background or is_mixed) and can_split(
             optimizer, eager=is_eager, why=self.must_split, has_resident=is_mixed
         )
-        entry = self._entries[optimizer] = OptimizerEntry(optimizer, splits=splits and in_background)
+        splits = splits and in_background
+        one_pass = OnePass.of(optimizer, self._moments) if splits else None
+        entry = self._entries[optimizer] = OptimizerEntry(optimizer, splits=splits, one_pass=one_pass)
+        if one_pass is not None:
+            self._prepare(optimizer, one_pass)
         entry.handles = [
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
@@ -114,6 +120,14 @@ class Updates:
             entry.handles += keep_loaded_dtypes(optimizer)
         self._retire_others(optimizer)
         return entry
+
+    def _prepare(self, optimizer: torch.optim.Optimizer, one_pass: OnePass) -> None:
+        """Have the updates of the masters on the host compiled, before the first step."""
+        for group in optimizer.param_groups:
+            on_host = [m for m in self.masters.of_all(group["params"]) if not m.is_resident]
+            kinds = {(m.gradient_like.dtype, self._copies.dtype_of(m)) for m in on_host if m.dtype == torch.float32}
+            for gradient, copy in kinds:
+                one_pass.prepare(group, gradient, copy)
 
     def add_handle(self, optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
         """Remove a hook on an optimizer when this is released."""
@@ -253,7 +267,7 @@ class Updates:
             if entry.is_widened:
                 narrow_all(optimizer)
             Rounding.end_step(optimizer)
-        entry.is_widened, entry.places = False, None
+        entry.is_widened = False
         if has_later_step_hook(optimizer, entry.step_hook):
             call_step_hook_last(optimizer, entry.step_hook)
 
@@ -279,8 +293,7 @@ class Updates:
             self._begun = [task for task in self._begun if not task.done]
             with without_interception(), torch.no_grad():
                 rounding = Rounding.of(optimizer) if self.rounds else None
-                entry.places = places = entry.places or places_of(optimizer)
-                step = SplitStep(optimizer, {m.parameter: gradient for m, gradient in sums}, places, rounding)
+                step = SplitStep(entry.layers, {m.parameter: gradient for m, gradient in sums}, rounding)
                 modes = self._modes if in_step else Modes.current()
                 for what, masters in self.masters.parts(on_host):
                     unchecked = [norms[m] for m in masters if m in norms] if norms is not None else []
@@ -338,8 +351,7 @@ class Updates:
             raise RuntimeError(EAGER_NEEDS_OPTIMIZER)
         self._wait_for(complete)
         for optimizer in self.optimizers:
-            entry = self._entries[optimizer]
-            entry.places = places = entry.places or places_of(optimizer)
+            places = self._entries[optimizer].layers.places
             sums, norms, landed = self._gradients.take(m for m in complete if m.parameter in places)
             if sums:
                 self._begin(optimizer, sums, landed=landed, norms=norms, in_step=True)
@@ -392,8 +404,8 @@ def carry_out(
     secure(masters)
     with update.timeline.host_works(update.task.what), update.timeline.ledger.transients.of_update() as allocated:
         check()
-        part.run(factors, allocated)
-        copies.renew(masters)
+        written = part.run(factors, allocated, {m.parameter: m.copy for m in masters if m.copy is not None})
+        copies.renew(masters, written)
     update.when_made()
     if update.is_made():
         Master.end_update(masters)

@@ -6,7 +6,7 @@ layer, for which the thread that drives the device then waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -208,14 +208,21 @@ class Copies:
             if master.copy is not None:
                 master.copy[rows].copy_(master.parameter[rows])
 
+    def dtype_of(self, master: Master) -> torch.dtype | None:
+        """The dtype of the copy that is kept of a master; None if none is."""
+        dtype = self.precision.of(master.parameter)
+        return dtype if self.precision.keeps_copies and dtype != master.dtype else None
+
     @torch.no_grad()
-    def renew(self, masters: Iterable[Master]) -> None:
-        """Renew the copies of `masters`, which are held for the update that this thread has just made."""
+    def renew(self, masters: Iterable[Master], written: Container[torch.Tensor] = ()) -> None:
+        """Renew the copies of `masters`, which are held for the update that this thread has just made; those of the
+        parameters in `written` have the new values."""
         with without_interception():
             for master in masters:
                 p, copy = master.parameter, master.copy
                 if copy is not None and copy.shape == p.shape:
-                    copy.copy_(p)
+                    if p not in written:
+                        copy.copy_(p)
                     master.copy_version, master.copy_is_right = p._version, True
 
 

@@ -18,7 +18,7 @@ from hf_l2l.hf.training_args import refuse_for_layers
 from hf_l2l.log import logger, tell
 from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.model.precision import computing_dtype
-from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.option_names import option
 from hf_l2l.report.summary import first_line
 from hf_l2l.runtime import stream

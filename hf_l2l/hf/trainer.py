@@ -58,7 +58,7 @@ from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.model.stacks import find_stacks
 from hf_l2l.noise.trainer_part import NoiseScaleMixin
 from hf_l2l.optim.lamb import Lamb
-from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.optim.optimizer_check import check_optimizer
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.realtime.trainer_part import RealtimeMixin

@@ -22,9 +22,9 @@ from hf_l2l.memory.state_traffic import StatePart, StateTraffic, state_parts, st
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import moves_shell, parameters_to_move, places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
-from hf_l2l.optim.rounded_state import is_rounded
+from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.optim.layerwise_check import state_after_one_step
-from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.optim.rounded_state import is_rounded
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import is_quantized, on_meta, parts_of, size_text, tensor_bytes

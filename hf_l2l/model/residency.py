@@ -19,8 +19,8 @@ from hf_l2l.compat import with_gradient_hooks
 from hf_l2l.config import LAYER_COUNTS, L2LConfig
 from hf_l2l.model.kept_state import known_tensors
 from hf_l2l.model.stacks import shell_modules
+from hf_l2l.optim.layer_optimizers import gradient_hook_error
 from hf_l2l.optim.rounded_state import widened
-from hf_l2l.optim.layerwise_step import gradient_hook_error
 from hf_l2l.option_names import option
 from hf_l2l.ranks.team import process_group_size
 from hf_l2l.runtime import stream

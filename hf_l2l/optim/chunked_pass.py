@@ -89,7 +89,7 @@ def update_in_chunks(
             ):
                 _add_squares(lane, values)
             if stop % SLICE == 0 or stop == master.numel():
-                sums.append(tuple(lane.cumsum(0)[-1].item() for lane in lanes))  # type: ignore[arg-type]
+                sums.append(tuple(lane.cumsum(0)[-1].item() for lane in lanes))
                 lanes.zero_()
         elif copy is not None:
             copy[start:stop].copy_(master[start:stop])

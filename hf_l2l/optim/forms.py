@@ -53,7 +53,7 @@ class Form(Protocol):
         """Whether a group with these hyper-parameters can be computed in one pass."""
 
     def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """The keys of the state's tensors that are like the parameter, the first with a sign, and the second without."""
+        """The keys of the state's tensors that are like the parameter, the first with signs, the second without."""
 
     def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
         """What the kernel reads in step number `step`."""
@@ -68,7 +68,7 @@ class Form(Protocol):
         *,
         is_first: bool,
     ) -> None:
-        """The same of a chunk of the parameter: tensors of one dimension, float32; the gradient has been multiplied."""
+        """The same of a chunk of the parameter: tensors of one dimension, float32; the gradient is multiplied."""
 
 
 def _are_numbers(*values: Any) -> bool:

@@ -27,7 +27,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-U, I, F = np.uint32, np.int32, np.float32
+U, S, F = np.uint32, np.int32, np.float32
+"""32 bits without a sign, with a sign, and of a float."""
 
 BLOCK = 256
 """Elements that are computed at once, and that share an exponent in 8 bits."""
@@ -173,8 +174,8 @@ def _largest(x):
 def _exponent_for(largest, levels):
     """The exponent of the smallest of `levels` powers of two, with room for the largest value to be rounded up."""
     if largest > _INFINITY:
-        return I(255)
-    return max(I(min(I(U(largest + U(0xFFFFF)) >> U(23)), I(254)) - levels), I(1))
+        return S(255)
+    return max(S(min(S(U(largest + U(0xFFFFF)) >> U(23)), S(254)) - levels), S(1))
 
 
 @njit(error_model="numpy")
@@ -182,8 +183,8 @@ def _write_signed(x, codes, base, drawn):
     for i in range(x.size):
         r = drawn[i]
         u = _bits_of(x[i])
-        size = I(I(U(U(U(u & _SIGNLESS) + U(r & U(0xFFFFF))) >> U(20))) - base)
-        size = I(min(max(size, I(0)), I(127)))
+        size = S(S(U(U(U(u & _SIGNLESS) + U(r & U(0xFFFFF))) >> U(20))) - base)
+        size = S(min(max(size, S(0)), S(127)))
         codes[i] = np.uint8(U(U(size) | U(U(u >> U(24)) & U(0x80))))
 
 
@@ -192,9 +193,9 @@ def _write_unsigned(x, codes, base, drawn):
     for i in range(x.size):
         r = drawn[i]
         u = _bits_of(x[i])
-        size = I(I(U(U(u + U(r >> U(12))) >> U(20))) - base)
-        size = I(min(max(size, I(1)), I(255)))  # what is not 0 stays so
-        codes[i] = np.uint8(U(size if u != U(0) else I(0)))
+        size = S(S(U(U(u + U(r >> U(12))) >> U(20))) - base)
+        size = S(min(max(size, S(1)), S(255)))  # what is not 0 stays so
+        codes[i] = np.uint8(U(size if u != U(0) else S(0)))
 
 
 # ---- moments of a block: to fp32, and back
@@ -243,9 +244,9 @@ def _keep_of(x, moments, exponents, begin, end, drawn, is_signed):
 
         def to_blocks(x, moments, exponents, begin, end, drawn, is_signed):
             codes, largest = moments[begin:end], _largest(x)
-            exponent = _exponent_for(largest, I(15) if is_signed else I(31))
+            exponent = _exponent_for(largest, S(15) if is_signed else S(31))
             exponents[begin >> 8] = np.uint8(exponent)
-            base = I(exponent * I(8))
+            base = S(exponent * S(8))
             if largest > _INFINITY:
                 codes[:] = np.uint8(1)  # read as NaN, all of them
             elif is_signed:

@@ -11,7 +11,7 @@ import copy
 import random
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from hf_l2l.compat import unhooked_step
 from hf_l2l.optim.bits import are_equal, bits_of, tensor_bits
-from hf_l2l.optim.layerwise_step import SplitStep, places_of
+from hf_l2l.optim.layer_optimizers import LayerOptimizers, SplitStep, places_of
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.option_names import option
 
@@ -165,6 +165,7 @@ class _Trial:
         self.optimizer, state, memo = _bare_copy(optimizer, dict(zip(meant, self.parameters, strict=True)))
         groups = [_group_of(group, self.parameters[2 * n : 2 * n + 2], memo) for n, (group, _) in enumerate(pairs)]
         _give(self.optimizer, groups, state)
+        self._layers = LayerOptimizers(self.optimizer)
         if with_state:
             for p, tiny in zip(meant, self.parameters, strict=True):
                 state[tiny] = {key: _corner(value, tiny, memo) for key, value in optimizer.state.get(p, {}).items()}
@@ -186,7 +187,7 @@ class _Trial:
         return None
 
     def step_in_parts(self, number: int, scale: float) -> None:
-        split = _QuietSplitStep(self.optimizer, self._gradients(number, scale))
+        split = _QuietSplitStep(self._layers, self._gradients(number, scale))
         for p in reversed(self.parameters):
             split.run([p])
 
@@ -196,12 +197,12 @@ class _Trial:
         for p, gradient in self._gradients(number, scale).items():
             state = self.optimizer.state.get(p)
             if not state:
-                _QuietSplitStep(self.optimizer, {p: gradient}).run([p])
+                _QuietSplitStep(self._layers, {p: gradient}).run([p])
                 continue
             numbers = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor) or v.shape != p.shape}
             for rows in (slice(0, _CUT), slice(_CUT, None)):
                 state.update(copy.deepcopy(numbers))
-                RowsStep(self.optimizer, p, gradient, places, rows, _QuietSplitStep).run()
+                RowsStep(self.optimizer, p, gradient, places, rows, step_type=_QuietSplitStep).run()
 
     def weights(self) -> list[Any]:
         return [tensor_bits(p) for p in self.parameters]
@@ -354,9 +355,11 @@ def state_after_one_step(
 
 
 class _QuietSplitStep(SplitStep):
-    @staticmethod
-    def _step(optimizer: torch.optim.Optimizer) -> None:
-        _step_quietly(optimizer)
+    """Without torch's hooks, which must not see it."""
+
+    def call(self, optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer], Any]) -> None:
+        with _Foreign():
+            step(optimizer)
 
 
 def _step_quietly(optimizer: torch.optim.Optimizer) -> None:

@@ -3,8 +3,8 @@
 It takes the place of the step of torch's Adam, AdamW and SGD, and of `Lamb`, for masters in fp32 on the host: of those
 with `fused=True`, whose bits it has; and of others if moments are kept in fewer bits, since no step of torch's has
 those bits. It is compiled (`kernels`). Where numba cannot be imported, or its results on a few elements are not those
-of torch on this machine, torch's own functional steps run on chunks that a cache holds (`chunked_pass`): the same bits,
-at up to four times the time.
+of torch on this machine, torch's own functional steps run on chunks that a cache holds (`chunked_pass`): the same
+bits, at up to four times the time.
 
     factor x gradient (fp32, bf16, fp16)  ->  master, moments (fp32, bf16)  ->  copy (bf16, fp16)
 """
@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,8 +186,8 @@ class _Engines:
                 update_in_chunks(form, row.update, row.moments, row.step, row.numbers)
 
     def compiles(self, form: Form, kind: Kind) -> bool:
-        """Whether updates of a kind are compiled. The first call compiles them, and compares the bits of a few elements
-        with those of torch."""
+        """Whether updates of a kind are compiled. The first call compiles them, and compares the bits of a few
+        elements with those of torch."""
         found = self._is_compiled.get(kind)
         if found is None:
             with self._lock:
@@ -211,7 +210,7 @@ class _Engines:
             return False
         if differs:
             logger.info(
-                "the update of %s is computed by torch, in chunks: the compiled one has other bits on this machine (%s)",
+                "updates of %s are computed by torch, in chunks: compiled ones have other bits on this machine (%s)",
                 kind,
                 differs,
             )
@@ -232,14 +231,15 @@ def _imported() -> Callable[..., None]:
     Raises:
         ImportError: if numba is not there, or cannot be used.
     """
-    from numba import config
+    import numba
 
     try:
         module = import_module("hf_l2l.optim.kernels")
     except RuntimeError:  # no folder for its cache on disk can be written: beside the file, or of the user
-        config.CACHE_DIR = tempfile.mkdtemp(prefix="hf_l2l-numba-")
+        numba.config.CACHE_DIR = tempfile.mkdtemp(prefix="hf_l2l-numba-")
         module = import_module("hf_l2l.optim.kernels")
-    return module.update
+    kernel: Callable[..., None] = module.update
+    return kernel
 
 
 def _width() -> int:
@@ -330,7 +330,7 @@ def _trial_rows(form: Form, kind: Kind, group: Mapping[str, Any]) -> list[_Row]:
         copy = None if kind.copy is None else torch.zeros(size, dtype=kind.copy)
         update = ParameterUpdate(master, gradient.to(kind.gradient), 0.7, group, {}, copy, (1, 2**32 - 2))
         moments = [torch.zeros(size, dtype=kind.moments) for _ in form.moments(group)]
-        rows.append(_Row(update, moments, 0.0, (0.0,) * 9))  # type: ignore[arg-type]
+        rows.append(_Row(update, moments, 0.0, (0.0,) * 9))
     return rows
 
 

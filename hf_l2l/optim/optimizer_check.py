@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks
-from hf_l2l.optim.layerwise_step import gradient_hook_error
+from hf_l2l.optim.layer_optimizers import gradient_hook_error
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, wide: bool = False) -> None:

@@ -83,6 +83,27 @@ def round_to_bf16(
         out.copy_(torch.where(values.isnan(), torch.nan, out))
 
 
+def stochastically_rounded(
+    values: torch.Tensor, keys: Keys, *, upper: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round `values` (float32, host, any shape) to bfloat16: each to one of its two neighbours, unbiased.
+
+    Args:
+        values: they do not change.
+        keys: those of the random bits, of which the lower 16 are used, or the `upper` ones.
+        out: the memory of the result, if it is like that.
+    """
+    assert values.dtype == torch.float32, "float32 is rounded to 16 bits"
+    values = values if is_dense(values) else values.contiguous()
+    like = torch.empty_like(values, dtype=torch.bfloat16, device="meta")
+    if out is None or (out.dtype, out.shape, out.stride()) != (like.dtype, like.shape, like.stride()):
+        out = torch.empty_like(values, dtype=torch.bfloat16)
+    chunks = zip(elements(values).split(CHUNK), elements(out).split(CHUNK), strict=True)
+    for number, (wide, short) in enumerate(chunks):
+        round_to_bf16(wide, random_bits(number * CHUNK, wide.numel(), keys), short, upper=upper)
+    return out
+
+
 class Rounding(NamedTuple):
     """Seed and number of a step, which determine its random bits."""
 
@@ -124,14 +145,8 @@ class Rounding(NamedTuple):
     def _narrowed(self, key: str, value: Any, place: tuple[int, int], kept: Any) -> Any:
         if not is_rounded(value):
             return value
-        values = value if is_dense(value) else value.contiguous()
-        alike = isinstance(kept, torch.Tensor) and kept.dtype == torch.bfloat16 and kept.stride() == values.stride()
-        rounded = kept if alike and kept.shape == values.shape else torch.empty_like(values, dtype=torch.bfloat16)
         keys = self.keys(place, "" if key in _OF_KERNELS else key)
-        chunks = zip(elements(values).split(CHUNK), elements(rounded).split(CHUNK), strict=True)
-        for number, (wide, short) in enumerate(chunks):
-            round_to_bf16(wide, random_bits(number * CHUNK, wide.numel(), keys), short, upper=key in _UNSIGNED)
-        return rounded
+        return stochastically_rounded(value, keys, upper=key in _UNSIGNED, out=kept)
 
 
 def is_rounded(value: Any) -> bool:

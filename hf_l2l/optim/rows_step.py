@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hf_l2l.compat import without_interception
-from hf_l2l.optim.layerwise_step import Places, SplitStep
+from hf_l2l.optim.layer_optimizers import LayerOptimizers, Places, SplitStep
+from hf_l2l.optim.one_pass import OnePass
 
 
 class RowsStep:
@@ -24,6 +25,7 @@ class RowsStep:
         gradient: torch.Tensor,
         places: Places,
         rows: slice,
+        one_pass: OnePass | None = None,
         step_type: type[SplitStep] = SplitStep,
     ) -> None:
         """Record what the step needs, as `SplitStep` does.
@@ -43,12 +45,9 @@ class RowsStep:
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape
             }
             self._given = {**self._state, **self._views}
-        self._step = step_type(
-            optimizer,
-            {self._own: gradient[rows]},
-            {**places, self._own: places[parameter]},
-            state={self._own: self._given},
-        )
+        of_rows = {**places, self._own: places[parameter]}
+        layers = LayerOptimizers(optimizer, one_pass, state={self._own: self._given}, places=of_rows)
+        self._step = step_type(layers, {self._own: gradient[rows]})
 
     @torch.no_grad()
     def run(self, factor: torch.Tensor | None = None) -> None:

@@ -142,6 +142,21 @@ class OwnWork:
         return frame is not None
 
 
+class _Collected:
+    """Appends the exception that leaves its block to a list."""
+
+    def __init__(self, errors: list[BaseException]) -> None:
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            self._errors.append(error)
+        return True
+
+
 class _Helpers:
     """Threads that work together on one task of a worker."""
 
@@ -165,7 +180,7 @@ class _Helpers:
         def reported() -> None:
             with ExitStack() as stack:
                 stack.callback(ended.release)
-                stack.push(lambda kind, error, traceback: errors.append(error) is None if error is not None else None)
+                stack.enter_context(_Collected(errors))
                 call()
 
         for _ in range(count):

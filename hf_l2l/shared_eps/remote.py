@@ -19,7 +19,6 @@ from hf_l2l.eps.masters import Master
 from hf_l2l.eps.pending import Update, hold_all, secure, taken_factors
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import can_step_rows
-from hf_l2l.optim.layerwise_step import places_of
 from hf_l2l.optim.optimizer_entry import OptimizerEntry
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.ranks.messages import UPDATED
@@ -252,9 +251,9 @@ class RowUpdates:
         for master, gradient in gradients.items():
             with without_interception():
                 self._take_numbers(optimizer, master)
-                entry.places = places = entry.places or places_of(optimizer)
+                layers = entry.layers
                 rows = (self.of(master) or [])[self._team.place]
-                step = RowsStep(optimizer, master.parameter, gradient, places, rows)
+                step = RowsStep(optimizer, master.parameter, gradient, layers.places, rows, layers.one_pass)
                 factor = taken_factors([(master.parameter, gradient)]).get(master.parameter)
                 task = RemoteTask(f"the update of {master.name}", self._team, self._worker, self._team.near)
                 update = Update(task, self._timeline, in_step=False)

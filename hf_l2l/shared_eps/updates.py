@@ -25,8 +25,8 @@ from hf_l2l.eps.masters import Master, Masters
 from hf_l2l.eps.pending import Update, hold_all, secure
 from hf_l2l.eps.updates import Updates
 from hf_l2l.eps.weight_copies import Copies
+from hf_l2l.optim.layer_optimizers import parameters_of
 from hf_l2l.optim.layerwise_check import why_not_layer_local
-from hf_l2l.optim.layerwise_step import parameters_of, places_of
 from hf_l2l.optim.optimizer_entry import OptimizerEntry
 from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores
 from hf_l2l.ranks.peers import OtherCallsError, Peers, RankFailedError
@@ -248,7 +248,7 @@ class SharedUpdates(Updates):
             self._wait_for(masters)
             for optimizer in self.optimizers:
                 entry = self._entries[optimizer]
-                entry.places = places = entry.places or places_of(optimizer)
+                places = entry.layers.places
                 given = [m for m in masters if m.parameter in places]
                 others = [m for m in given if m.owner != self.team.rank]
                 self._expect(optimizer, others, in_step=True)

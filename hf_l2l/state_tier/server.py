@@ -22,7 +22,7 @@ from hf_l2l.memory.ledger import STATE_WINDOW
 from hf_l2l.memory.memory_estimate import estimate
 from hf_l2l.memory.memory_report import MemoryReport
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.optim.layerwise_step import unwrapped
+from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.option_names import option
 from hf_l2l.ranks.team import launched_processes, met_team
 from hf_l2l.runtime.tensors import size_text, tensor_bytes

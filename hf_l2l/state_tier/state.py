@@ -15,7 +15,7 @@ from hf_l2l.eps.host_memory import Progress, movable_parts, move
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.memory.state_traffic import window_bytes
 from hf_l2l.model.kept_state import known_tensors
-from hf_l2l.optim.layerwise_step import parameters_of
+from hf_l2l.optim.layer_optimizers import parameters_of
 from hf_l2l.ranks.shared_pages import return_freed_memory
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import sharing_memory

@@ -27,7 +27,7 @@ from hf_l2l.checkpoint import manifest
 from hf_l2l.checkpoint.finding import check_whole
 from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.checkpoint.staging import CheckpointSaveError
-from hf_l2l.optim import layerwise_step
+from hf_l2l.optim import layer_optimizers
 from hf_l2l.realtime import copying, lock, trainer_part
 from hf_l2l.realtime.copying import copy_newest
 from hf_l2l.realtime.lock import FolderLock
@@ -282,7 +282,7 @@ def test_options_that_cannot_be_honoured_are_refused(tmp_path, monkeypatch):
 
 def test_a_step_ends_while_its_updates_go_on(tmp_path, monkeypatch, whole):
     """They are made when the saving has been begun: a save that waited for them would wait for ever."""
-    run, may_run, late = layerwise_step.Part.run, threading.Event(), []
+    run, may_run, late = layer_optimizers.Part.run, threading.Event(), []
     made = saving(tmp_path / "later", eps_update="deferred", l2l_async_save=True)
     may_run.set()
     save, step = made._save_checkpoint, made.training_step
@@ -292,7 +292,7 @@ def test_a_step_ends_while_its_updates_go_on(tmp_path, monkeypatch, whole):
         run(part, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(layerwise_step.Part, "run", slow)
+        patch.setattr(layer_optimizers.Part, "run", slow)
         made._save_checkpoint = lambda *args: (save(*args), may_run.set())
         made.training_step = lambda *args, **more: (step(*args, **more), may_run.clear())[0]  # updates wait
         made.train()

@@ -338,30 +338,30 @@ def test_rounding_is_unbiased_over_ten_thousand_draws():
         exact = torch.tensor(value)
         down = (exact.view(torch.int32) & -(2**16)).view(torch.float32)
         up = (down.view(torch.int32) + 2**16).view(torch.float32)
-        rounded = stochastically_rounded(exact.repeat(10_000), seed=3).double()
+        rounded = stochastically_rounded(exact.repeat(10_000), (3, 0)).double()
         assert set(rounded.tolist()) == {down.item(), up.item()}
         share = ((exact.double() - down.double()) / (up.double() - down.double())).item()
         deviation = (share * (1 - share) / 10_000) ** 0.5
         assert abs((rounded == up).double().mean().item() - share) < 4 * deviation
-    assert set(stochastically_rounded(torch.full((100,), -1.5), seed=3).tolist()) == {-1.5}
+    assert set(stochastically_rounded(torch.full((100,), -1.5), (3, 0)).tolist()) == {-1.5}
 
 
 @cpu_suffices
 def test_the_seed_alone_decides_and_what_is_not_finite_stays_so():
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, 0x7F800001], dtype=torch.int32)
     for seed in range(8):
-        rounded = stochastically_rounded(bits.clone().view(torch.float32), seed)
+        rounded = stochastically_rounded(bits.clone().view(torch.float32), (seed, 0))
         assert rounded[:3].isnan().all() and not rounded.isfinite().any()
     values = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(1)
-    first = stochastically_rounded(values.clone(), 7)
+    first = stochastically_rounded(values.clone(), (7, 0))
     torch.manual_seed(2)
-    assert torch.equal(stochastically_rounded(values.clone(), 7), first)
-    assert not torch.equal(stochastically_rounded(values.clone(), 8), first)
+    assert torch.equal(stochastically_rounded(values.clone(), (7, 0)), first)
+    assert not torch.equal(stochastically_rounded(values.clone(), (8, 0)), first)
     transposed = values.t().clone(memory_format=torch.preserve_format)
-    assert stochastically_rounded(transposed.clone(memory_format=torch.preserve_format), 7).stride() == (1, 5)
+    assert stochastically_rounded(transposed.clone(memory_format=torch.preserve_format), (7, 0)).stride() == (1, 5)
     gaps, alone = values[:, ::2], values[:, ::2].contiguous()
-    assert torch.equal(stochastically_rounded(gaps, 7), stochastically_rounded(alone, 7)), "memory with gaps"
+    assert torch.equal(stochastically_rounded(gaps, (7, 0)), stochastically_rounded(alone, (7, 0))), "memory with gaps"
 
 
 def short_moments(mode: str, name: str = "AdamW") -> Any:

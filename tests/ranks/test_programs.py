@@ -366,14 +366,14 @@ SCRIPT = """
 import time
 import torch
 from torch import distributed
-from hf_l2l.optim import layerwise_step
+from hf_l2l.optim import layer_optimizers
 from rank_cases import Ranked
 
-run_part = layerwise_step.Part.run
+run_part = layer_optimizers.Part.run
 def slow(*args, **kwargs):  # so that many updates have not begun when the script is at its end
     time.sleep(0.02)
     run_part(*args, **kwargs)
-layerwise_step.Part.run = slow
+layer_optimizers.Part.run = slow
 distributed.init_process_group("gloo", init_method="file://" + FILE, rank=NUMBER, world_size=2)
 run = Ranked("24 layers", eps_update="deferred", num_threads=1)
 run.steps([0])
@@ -396,13 +396,13 @@ ENDLESS = """
 import os, signal, time
 import torch
 from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.optim import layerwise_step
+from hf_l2l.optim import layer_optimizers
 from models import Toy, batch_for
 
 def update(*args, **kwargs):
     os.write(1, b"updating\\n")
     time.sleep(1000)
-layerwise_step.Part.run = update
+layer_optimizers.Part.run = update
 signal.signal(signal.SIGINT, signal.default_int_handler)
 model = Toy()
 eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="deferred", layer_classes=("Block",)))

@@ -18,7 +18,7 @@ from hf_l2l.budget.within import plan_within
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.memory import host_limits
 from hf_l2l.optim.layerwise_check import can_step_rows
-from hf_l2l.optim.layerwise_step import places_of
+from hf_l2l.optim.layer_optimizers import places_of
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.probe import known
 from hf_l2l.probe.figures import HardwareFigures

@@ -21,7 +21,7 @@ from transformers.optimization import Adafactor as HFAdafactor
 
 from hf_l2l import Lamb
 from hf_l2l.optim.layerwise_check import why_not_layer_local
-from hf_l2l.optim.layerwise_step import SplitStep
+from hf_l2l.optim.layer_optimizers import LayerOptimizers, SplitStep
 from new_tensors import NewTensors
 from tiers import nightly
 
@@ -358,7 +358,7 @@ def train(case: str, having: list[set[int]], parts: list[list[list[int]]] | None
             optimizer.step()
             advance()
             continue
-        split = SplitStep(optimizer, gradients)
+        split = SplitStep(LayerOptimizers(optimizer), gradients)
         optimizer.step()  # without gradients: nothing but the scheduler's count of steps
         advance()
         for part in parts[step]:
@@ -400,7 +400,7 @@ def two() -> tuple[list[nn.Parameter], torch.optim.Optimizer, dict[torch.Tensor,
 def test_grad_is_neither_read_nor_written():
     parameters, optimizer, gradients = two()
     parameters[0].grad = other = torch.full((3,), torch.nan)
-    SplitStep(optimizer, gradients).run(parameters)
+    SplitStep(LayerOptimizers(optimizer), gradients).run(parameters)
     assert parameters[0].grad is other and other.isnan().all() and parameters[1].grad is None
     assert all(p.isfinite().all() for p in parameters)
 
@@ -408,7 +408,7 @@ def test_grad_is_neither_read_nor_written():
 def test_gradients_are_given_up_with_their_part():
     parameters, optimizer, gradients = two()
     held = [weakref.ref(gradient) for gradient in gradients.values()]
-    split = SplitStep(optimizer, gradients)
+    split = SplitStep(LayerOptimizers(optimizer), gradients)
     gradients.clear()
     gc.disable()  # memory comes back at once, not when a collector comes round
     try:
@@ -425,7 +425,7 @@ def test_a_parameter_is_updated_once_and_only_with_a_gradient_and_an_optimizer()
     parameters, optimizer, gradients = two()
     del gradients[parameters[1]]
     before, stranger = parameters[1].detach().clone(), nn.Parameter(torch.ones(2))
-    split = SplitStep(optimizer, {**gradients, stranger: torch.ones(2)})
+    split = SplitStep(LayerOptimizers(optimizer), {**gradients, stranger: torch.ones(2)})
     split.run([parameters[0], parameters[0]])
     split.run(iter([stranger, *parameters]))
     assert torch.equal(parameters[1], before) and stranger.tolist() == [1, 1]
@@ -441,7 +441,7 @@ def test_hooks_of_the_optimizer_do_not_run_and_those_of_all_run_once_per_part():
         register_optimizer_step_pre_hook(lambda optimizer, *args: heard.append(f"pre {len(optimizer.state)}")),
         register_optimizer_step_post_hook(lambda optimizer, *args: heard.append(f"post {len(optimizer.state)}")),
     )
-    split = SplitStep(optimizer, gradients)
+    split = SplitStep(LayerOptimizers(optimizer), gradients)
     for part in (parameters[:1], parameters[1:], parameters):
         split.run(part)
     for handle in handles:
@@ -461,7 +461,7 @@ def test_only_groups_with_something_in_the_part_are_stepped():
 
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
     optimizer = Watched([{"params": [("a", a), ("b", b)]}, {"params": [("c", c)], "lr": 2.0}], lr=1.0)
-    split = SplitStep(optimizer, {p: torch.ones(2) for p in (a, b, c)})
+    split = SplitStep(LayerOptimizers(optimizer), {p: torch.ones(2) for p in (a, b, c)})
     split.run([b])
     split.run([c, a])
     assert seen == [
@@ -488,7 +488,7 @@ def test_attributes_tags_and_new_states_are_those_of_the_user():
     parameters[1].tag = 10.0
     optimizer = Tagged(parameters, own=2.0)
     for _ in range(2):
-        split = SplitStep(optimizer, {p: torch.ones(2) for p in parameters})
+        split = SplitStep(LayerOptimizers(optimizer), {p: torch.ones(2) for p in parameters})
         split.run(parameters[1:])
         split.run(parameters[:1])
     assert [p.tolist() for p in parameters] == [[-6, -6], [-60, -60]]
@@ -516,7 +516,7 @@ def test_each_part_has_the_hyper_parameters_of_the_step(lr):
     optimizer = Decaying(parameters, lr=lr)
     (group,) = optimizer.param_groups
     group["factors"] = [1.0]
-    split = SplitStep(optimizer, {p: torch.ones(2) for p in parameters})
+    split = SplitStep(LayerOptimizers(optimizer), {p: torch.ones(2) for p in parameters})
     if isinstance(lr, torch.Tensor):
         lr.fill_(100.0)
     else:
