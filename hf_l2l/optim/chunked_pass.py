@@ -7,6 +7,7 @@ the thread, which every chunk uses again.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -69,32 +70,55 @@ def update_in_chunks(
         step: the number of the step, from 1 on.
         numbers: those of the step.
     """
-    master, gradient = _flat(update.master), _flat(update.gradient)
-    copy = None if update.copy is None else _flat(update.copy)
-    kept = [_flat(each) for each in moments]
-    factor = torch.tensor([update.factor])
-    is_first = step == 1
-    sums: list[tuple[float, float]] = []
-    lanes = torch.zeros(2, LANES, dtype=torch.float64)
-    for start in range(0, master.numel(), CHUNK):
-        stop = min(start + CHUNK, master.numel())
-        wide = torch.mul(gradient[start:stop], factor, out=_SCRATCH.gradient[: stop - start])
-        opened = _Moments(kept, start, stop, update)
-        form.step(master[start:stop], wide, opened.wide, update, step, is_first=is_first)
-        opened.keep()
-        if form.has_norms:
-            again = _Moments(kept, start, stop, update).wide
-            for lane, values in zip(
-                lanes, (master[start:stop], LAMB.direction(master[start:stop], again, numbers)), strict=True
-            ):
+    chunks = _Chunks(form, update, moments, step, numbers)
+    if form.has_norms:
+        chunks.find_size()
+    for start in range(0, update.master.numel(), CHUNK):
+        chunks.update(start, min(start + CHUNK, update.master.numel()))
+
+
+class _Chunks:
+    """The chunks of one parameter."""
+
+    def __init__(
+        self, form: Form, update: ParameterUpdate, moments: Sequence[torch.Tensor], step: float, numbers: Numbers
+    ) -> None:
+        self._form, self._update, self._step, self._numbers = form, update, step, numbers
+        self._master, self._gradient = _flat(update.master), _flat(update.gradient)
+        self._copy = None if update.copy is None else _flat(update.copy)
+        self._kept = [_flat(each) for each in moments]
+        self._factor = torch.tensor([update.factor])
+
+    def _opened(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, _Moments]:
+        """Masters, gradient times its factor, and moments."""
+        wide = torch.mul(self._gradient[start:stop], self._factor, out=_SCRATCH.gradient[: stop - start])
+        return self._master[start:stop], wide, _Moments(self._kept, start, stop, self._update)
+
+    def update(self, start: int, stop: int) -> None:
+        """Update one chunk."""
+        master, gradient, moments = self._opened(start, stop)
+        args = (master, gradient, moments.wide, self._update, self._step, self._numbers)
+        self._form.step(*args, is_first=self._step == 1)
+        moments.keep()
+        if self._copy is not None:
+            self._copy[start:stop].copy_(master)
+
+    def find_size(self) -> None:
+        """The first pass of LAMB: the step size, from the norms of the weights and of what they are moved by."""
+        sums: list[tuple[float, ...]] = []
+        lanes = torch.zeros(2, LANES, dtype=torch.float64)
+        for start in range(0, self._master.numel(), CHUNK):
+            stop = min(start + CHUNK, self._master.numel())
+            master, gradient, moments = self._opened(start, stop)
+            wide = [each.clone() for each in moments.wide]
+            direction = LAMB.direction(master, gradient, wide, self._numbers)
+            for lane, values in zip(lanes, (master, direction), strict=True):
                 _add_squares(lane, values)
-            if stop % SLICE == 0 or stop == master.numel():
+            if stop % SLICE == 0 or stop == self._master.numel():
                 sums.append(tuple(lane.cumsum(0)[-1].item() for lane in lanes))
                 lanes.zero_()
-        elif copy is not None:
-            copy[start:stop].copy_(master[start:stop])
-    if form.has_norms:
-        _move(update, master, kept, copy, numbers, sums)
+        size = LAMB.size(self._update, *norms_of(sums))
+        self._numbers = (*self._numbers[:7], size, self._numbers[8])
 
 
 def _add_squares(lanes: torch.Tensor, values: torch.Tensor) -> None:
@@ -104,28 +128,10 @@ def _add_squares(lanes: torch.Tensor, values: torch.Tensor) -> None:
         lanes[: row.numel()].add_(row)
 
 
-def _move(
-    update: ParameterUpdate,
-    master: torch.Tensor,
-    kept: Sequence[torch.Tensor],
-    copy: torch.Tensor | None,
-    numbers: Numbers,
-    sums: Sequence[tuple[float, float]],
-) -> None:
-    """The second pass of LAMB."""
-    size = LAMB.size(update, *total_squares(sums))
-    for start in range(0, master.numel(), CHUNK):
-        stop = min(start + CHUNK, master.numel())
-        part = master[start:stop]
-        part.sub_(LAMB.direction(part, _Moments(kept, start, stop, update).wide, numbers).mul_(size))
-        if copy is not None:
-            copy[start:stop].copy_(part)
-
-
-def total_squares(sums: Sequence[Any]) -> tuple[float, float]:
-    """The sums over the slices of one parameter, in their order."""
+def norms_of(sums: Sequence[Any]) -> tuple[float, float]:
+    """Two norms of one parameter, from the sums of squares of its slices, which are added in their order."""
     of_weights = of_directions = 0.0
     for first, second in sums:
         of_weights += float(first)
         of_directions += float(second)
-    return of_weights, of_directions
+    return math.sqrt(of_weights), math.sqrt(of_directions)

@@ -17,6 +17,9 @@ from torch.optim.sgd import sgd
 
 from hf_l2l.optim.rounded_state import Keys
 
+_AT_ONCE = 2**20
+"""Elements of a temporary tensor beside one like the parameter."""
+
 Numbers = tuple[float, float, float, float, float, float, float, float, float]
 
 
@@ -65,6 +68,7 @@ class Form(Protocol):
         moments: Sequence[torch.Tensor],
         update: ParameterUpdate,
         step: float,
+        numbers: Numbers,
         *,
         is_first: bool,
     ) -> None:
@@ -116,6 +120,7 @@ class _Adam:
         moments: Sequence[torch.Tensor],
         update: ParameterUpdate,
         step: float,
+        numbers: Numbers,
         *,
         is_first: bool,
     ) -> None:
@@ -166,6 +171,7 @@ class _Sgd:
         moments: Sequence[torch.Tensor],
         update: ParameterUpdate,
         step: float,
+        numbers: Numbers,
         *,
         is_first: bool,
     ) -> None:
@@ -212,27 +218,36 @@ class _Lamb:
         moments: Sequence[torch.Tensor],
         update: ParameterUpdate,
         step: float,
+        numbers: Numbers,
         *,
         is_first: bool,
     ) -> None:
-        """The moments alone."""
-        (beta1, beta2), (mean, square) = update.group["betas"], moments
-        mean.add_((gradient - mean).mul_(1 - beta1))
-        square.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
+        direction = self.direction(master, gradient, moments, numbers)
+        master.sub_(direction.mul_(numbers[7]))
 
     @staticmethod
-    def direction(master: torch.Tensor, moments: Sequence[torch.Tensor], numbers: Numbers) -> torch.Tensor:
-        """What the parameter moves by, before it is scaled: new memory."""
-        _, decay, correction, _, _, _, eps, _, root = numbers
+    def direction(
+        master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], numbers: Numbers
+    ) -> torch.Tensor:
+        """What the parameter is moved by, before that is scaled: new memory. The moments become those of this step."""
+        _, decay, correction, weight, beta2, weight2, eps, _, root = numbers
         mean, square = moments
-        direction = torch.div(mean, square.sqrt().div_(root).add_(eps).mul_(correction))
-        return direction.add_(master * decay) if decay else direction
+        direction = torch.sub(gradient, mean).mul_(weight)
+        mean.add_(direction)
+        square.mul_(beta2).add_(torch.mul(gradient, weight2, out=direction).mul_(gradient))
+        flat = (each.view(-1).split(_AT_ONCE) for each in (direction, square, mean, master))
+        for part, squares, means, weights in zip(*flat, strict=True):
+            # From float64, since torch's root of many float32 numbers is not always the nearest one.
+            part.copy_(squares.double().sqrt()).div_(root).add_(eps).mul_(correction)
+            torch.div(means, part, out=part)
+            if decay:
+                part.add_(weights * decay)
+        return direction
 
     @staticmethod
     def size(update: ParameterUpdate, of_weights: float, of_directions: float) -> float:
-        """The step size, from the sums of the squares of the weights, and of what they would move by."""
-        is_scaled = of_weights > 0 and of_directions > 0
-        ratio = math.sqrt(of_weights) / math.sqrt(of_directions) if is_scaled else 1.0
+        """The step size, from the norms of the weights, and of what they are moved by."""
+        ratio = of_weights / of_directions if of_weights > 0 and of_directions > 0 else 1.0
         return float(update.group["lr"]) * ratio
 
 

@@ -316,67 +316,65 @@ def _step_momentum(p, g, m, whole, numbers):
         p[i] = _fma(_fma(new, momentum, grad) if looks_ahead != F(0) else new, minus_lr, x)
 
 
-@njit(error_model="numpy")
-def _step_lamb_moments(p, g, m, v, numbers):
-    """The moments of LAMB, with the operations of `Lamb`, each rounded by itself."""
-    (factor, _, _, weight, beta2, weight2, _, _, _) = numbers
-    for i in range(p.size):
-        grad = F(_widened(g[i]) * factor)
-        m[i] = F(m[i] + F(weight * F(grad - m[i])))
-        v[i] = F(F(v[i] * beta2) + F(F(weight2 * grad) * grad))
-
-
 @njit(inline="always")
-def _direction(x, m, v, numbers):
-    """What LAMB moves an element by, before it is scaled."""
-    (_, decay, correction, _, _, _, eps, _, root) = numbers
-    direction = F(m / F(F(F(np.sqrt(v) / root) + eps) * correction))
-    return F(direction + F(decay * x)) if decay != F(0) else direction
+def _of_lamb(x, grad, m, v, numbers):
+    """The moments of LAMB, and what an element is moved by before that is scaled, with the operations of `Lamb`, each
+    rounded by itself."""
+    (factor, decay, correction, weight, beta2, weight2, eps, _, root) = numbers
+    grad = F(grad * factor)
+    first = F(m + F(weight * F(grad - m)))
+    second = F(F(v * beta2) + F(F(weight2 * grad) * grad))
+    direction = F(first / F(F(F(np.sqrt(second) / root) + eps) * correction))
+    return first, second, F(direction + F(decay * x)) if decay != F(0) else direction
 
 
 @njit(error_model="numpy")
-def _add_squares(p, m, v, numbers, of_weights, of_directions):
+def _add_squares(p, g, m, v, numbers, of_weights, of_directions):
     for i in range(p.size):
-        x, direction = np.float64(p[i]), np.float64(_direction(p[i], m[i], v[i], numbers))
-        of_weights[i] += x * x
-        of_directions[i] += direction * direction
+        _, _, direction = _of_lamb(p[i], _widened(g[i]), m[i], v[i], numbers)
+        of_weights[i] += np.float64(p[i]) * np.float64(p[i])
+        of_directions[i] += np.float64(direction) * np.float64(direction)
 
 
 @njit(error_model="numpy")
-def _step_lamb(p, m, v, numbers):
+def _step_lamb(p, g, m, v, numbers):
     size = numbers[7]
     for i in range(p.size):
-        p[i] = F(p[i] - F(size * _direction(p[i], m[i], v[i], numbers)))
+        first, second, direction = _of_lamb(p[i], _widened(g[i]), m[i], v[i], numbers)
+        p[i] = F(p[i] - F(size * direction))
+        m[i], v[i] = first, second
 
 
-def _step(p, g, m, v, whole, numbers, sums):
-    """One step of a block. SGD has no second moments, and maybe no momentum. LAMB has sums of squares in its first
-    pass, and no gradient in its second."""
+def _step(p, g, m, v, whole, numbers, sums, lanes, lane):
+    """One step of a block. SGD has no second moments, and maybe no momentum; LAMB has sums."""
 
 
 @overload(_step)
-def _step_of(p, g, m, v, whole, numbers, sums):
+def _step_of(p, g, m, v, whole, numbers, sums, lanes, lane):
     if isinstance(m, types.NoneType):
-        return lambda p, g, m, v, whole, numbers, sums: _step_sgd(p, g, whole, numbers)
+        return lambda p, g, m, v, whole, numbers, sums, lanes, lane: _step_sgd(p, g, whole, numbers)
     if isinstance(v, types.NoneType):
-        return lambda p, g, m, v, whole, numbers, sums: _step_momentum(p, g, m, whole, numbers)
-    if isinstance(g, types.NoneType):
-        return lambda p, g, m, v, whole, numbers, sums: _step_lamb(p, m, v, numbers)
+        return lambda p, g, m, v, whole, numbers, sums, lanes, lane: _step_momentum(p, g, m, whole, numbers)
     if isinstance(sums, types.NoneType):
-        return lambda p, g, m, v, whole, numbers, sums: _step_adam(p, g, m, v, whole, numbers)
-    return lambda p, g, m, v, whole, numbers, sums: _step_lamb_moments(p, g, m, v, numbers)
+        return lambda p, g, m, v, whole, numbers, sums, lanes, lane: _step_adam(p, g, m, v, whole, numbers)
+    if sums.ndim == 1:
+        return lambda p, g, m, v, whole, numbers, sums, lanes, lane: _step_lamb(p, g, m, v, numbers)
+    return lambda p, g, m, v, whole, numbers, sums, lanes, lane: _add_squares(
+        p, g, m, v, numbers, lanes[0, lane:], lanes[1, lane:]
+    )
 
 
-def _keep_both(x, y, m, v, e, f, begin, end, key, second_key, drawn, g):
-    """`_keep` the moments x and y of a block, if this step has changed them: that without a gradient has not."""
+def _keep_both(x, y, m, v, e, f, begin, end, key, second_key, drawn, sums):
+    """`_keep` the moments x and y of a block, if this pass changes them: the first one of LAMB does not."""
 
 
 @overload(_keep_both)
-def _keep_both_of(x, y, m, v, e, f, begin, end, key, second_key, drawn, g):
-    if isinstance(m, types.NoneType) or isinstance(g, types.NoneType) or m.dtype == types.float32:
-        return lambda x, y, m, v, e, f, begin, end, key, second_key, drawn, g: None
+def _keep_both_of(x, y, m, v, e, f, begin, end, key, second_key, drawn, sums):
+    only_sums = not isinstance(sums, types.NoneType) and sums.ndim == 2
+    if isinstance(m, types.NoneType) or only_sums or m.dtype == types.float32:
+        return lambda x, y, m, v, e, f, begin, end, key, second_key, drawn, sums: None
 
-    def rounded(x, y, m, v, e, f, begin, end, key, second_key, drawn, g):
+    def rounded(x, y, m, v, e, f, begin, end, key, second_key, drawn, sums):
         some = drawn[: end - begin]
         _draw(U(begin), key, second_key, some)
         _keep(x, m, e, begin, end, some, True)
@@ -385,30 +383,13 @@ def _keep_both_of(x, y, m, v, e, f, begin, end, key, second_key, drawn, g):
     return rounded
 
 
-def _sum(p, m, v, e, f, begin, end, a, b, numbers, lanes):
-    """Add the squares of a block for the norms of LAMB, with the moments as they are kept."""
-
-
-@overload(_sum)
-def _sum_of(p, m, v, e, f, begin, end, a, b, numbers, lanes):
-    if isinstance(lanes, types.NoneType):
-        return lambda p, m, v, e, f, begin, end, a, b, numbers, lanes: None
-
-    def added(p, m, v, e, f, begin, end, a, b, numbers, lanes):
-        lane = begin % LANES
-        mean, square = _opened(m, e, begin, end, a, True), _opened(v, f, begin, end, b, False)
-        _add_squares(p, mean, square, numbers, lanes[0, lane:], lanes[1, lane:])
-
-    return added
-
-
 def _lanes(sums):
     """Zeros for the sums of a slice, if there are any."""
 
 
 @overload(_lanes)
 def _lanes_of(sums):
-    if isinstance(sums, types.NoneType):
+    if isinstance(sums, types.NoneType) or sums.ndim == 1:
         return lambda sums: None
     return lambda sums: np.zeros((2, LANES))
 
@@ -419,7 +400,7 @@ def _end_sums(lanes, sums, number):
 
 @overload(_end_sums)
 def _end_sums_of(lanes, sums, number):
-    if isinstance(sums, types.NoneType):
+    if isinstance(lanes, types.NoneType):
         return lambda lanes, sums, number: None
 
     def added(lanes, sums, number):
@@ -509,8 +490,8 @@ def update(
         width: elements of a vector of torch's kernels.
         master, gradient, first, second, first_exponents, second_exponents, copy: empty arrays with the dtypes of these
             tensors, None for those that there are not.
-        sums: None, but for the first pass of LAMB: float64, a row per slice, which gets the sums of the squares of the
-            weights and of what is subtracted from them. The second pass has no gradient.
+        sums: None, but for LAMB. Its first pass changes nothing: float64, a row per slice, which gets the sums of the
+            squares of the weights, and of what they are moved by. Its second one has any with one dimension.
     """
     a, b, drawn = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint32)
     while True:
@@ -529,8 +510,8 @@ def update(
             end = min(begin + BLOCK, slices[number, 2])
             block = p[begin:end]
             opened, other = _opened(m, e, begin, end, a, True), _opened(v, f, begin, end, b, False)
-            _step(block, _part(g, begin, end), opened, other, min(end, whole) - begin, of_step, sums)
-            _keep_both(opened, other, m, v, e, f, begin, end, keys[row, 0], keys[row, 1], drawn, g)
-            _sum(block, m, v, e, f, begin, end, a, b, of_step, lanes)
+            until = min(end, whole) - begin
+            _step(block, _part(g, begin, end), opened, other, until, of_step, sums, lanes, begin % LANES)
+            _keep_both(opened, other, m, v, e, f, begin, end, keys[row, 0], keys[row, 1], drawn, sums)
             _copy(block, _part(c, begin, end))
         _end_sums(lanes, sums, number)

@@ -88,30 +88,19 @@ class Lamb(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
         step, moments = state["step"].item(), (state["exp_avg"], state["exp_avg_sq"])
-        tensors = (p, gradient, *moments)
-        if LAMB.covers(group) and all(_is_of_the_host(tensor) for tensor in tensors):
+        update = ParameterUpdate(p, gradient, 1.0, {**group, "lr": float(group["lr"])}, state, None, (0, 0))
+        numbers = LAMB.numbers(update, step, is_first=step == 1)
+        if all(_is_of_the_host(tensor) for tensor in (p, gradient, *moments)):
             # In chunks, with sums in their order: the bits of `one_pass`.
-            update = ParameterUpdate(p, gradient, 1.0, group, state, None, (0, 0))
-            update_in_chunks(LAMB, update, moments, step, LAMB.numbers(update, step, is_first=step == 1))
+            update_in_chunks(LAMB, update, moments, step, numbers)
             return
-        beta1, beta2 = group["betas"]
-        mean = moments[0].lerp_(gradient, 1 - beta1)
-        square = moments[1].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        change = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"]).mul_(1 - beta1**step)
-        torch.div(mean, change, out=change)  # in place: one temporary tensor only
-        if group["weight_decay"]:
-            change.add_(p, alpha=group["weight_decay"])
-        p.add_(change, alpha=-float(group["lr"]) * _trust_ratio(p, change))
+        change = LAMB.direction(p, gradient, moments, numbers)
+        norms = (torch.linalg.vector_norm(each, dtype=torch.float64).item() for each in (p, change))
+        p.sub_(change.mul_(LAMB.size(update, *norms)))
 
 
 def _is_of_the_host(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _trust_ratio(weights: torch.Tensor, update: torch.Tensor) -> float:
-    weight_norm = torch.linalg.vector_norm(weights, dtype=torch.promote_types(weights.dtype, torch.float32)).item()
-    update_norm = torch.linalg.vector_norm(update, dtype=torch.promote_types(update.dtype, torch.float32)).item()
-    return weight_norm / update_norm if weight_norm > 0 and update_norm > 0 else 1.0
 
 
 def _check(group: dict[str, Any]) -> None:

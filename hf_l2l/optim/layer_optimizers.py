@@ -204,6 +204,13 @@ class SplitStep:
         own = ("param_groups", "state")
         self.attributes = {name: value for name, value in vars(optimizer).items() if name not in own}
         self.mutable = _mutable_attributes(optimizer)
+        if self.mutable:  # as they are now: the optimizer's own step goes on meanwhile
+            self._base: torch.optim.Optimizer = object.__new__(type(optimizer))
+            self._base.param_groups, self._base.state = [], defaultdict(dict)
+            memo: dict[int, Any] = {id(p): p for p in self.places}
+            memo |= {id(optimizer): self._base, id(optimizer.param_groups): self._base.param_groups}
+            memo[id(optimizer.state)] = self._base.state
+            self.attributes |= {name: copy.deepcopy(self.attributes[name], memo) for name in self.mutable}
         self._groups = [_snapshots(group) for group in optimizer.param_groups]
         self._copied = [not all(map(_is_immutable, group.values())) for group in self._groups]
         """For each group, whether a part must copy the values too, and not only the dict."""
@@ -230,10 +237,9 @@ class SplitStep:
     def copies_of_mutable(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Copies of the attributes that a step may write to, such as a list that it fills and empties, for the
         optimizer of one layer: other parts may run concurrently. Parameters are not copied."""
-        whole = self.layers.optimizer
         memo: dict[int, Any] = {id(p): p for p in self.places}
-        pairs = ((whole, optimizer), (whole.param_groups, optimizer.param_groups), (whole.state, optimizer.state))
-        memo |= {id(of_whole): of_layer for of_whole, of_layer in pairs}
+        pairs = ((self._base, optimizer), (self._base.param_groups, optimizer.param_groups))
+        memo |= {id(of_base): of_layer for of_base, of_layer in (*pairs, (self._base.state, optimizer.state))}
         return {name: copy.deepcopy(self.attributes[name], memo) for name in self.mutable}
 
     def part(self, masters: Iterable[torch.Tensor]) -> Part:

@@ -25,7 +25,7 @@ import torch
 from hf_l2l.compat import unhooked_step
 from hf_l2l.config import MomentDtype
 from hf_l2l.log import logger
-from hf_l2l.optim.chunked_pass import SLICE, total_squares, update_in_chunks
+from hf_l2l.optim.chunked_pass import SLICE, norms_of, update_in_chunks
 from hf_l2l.optim.forms import ADAM, LAMB, SGD, Form, Numbers, ParameterUpdate
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.runtime import observer, stream
@@ -271,10 +271,10 @@ def update_compiled(kernel: Callable[..., None], form: Form, rows: Sequence[_Row
         run(None, gradient, copy)
         return
     sums = np.zeros((len(slices), 2))
-    run(sums, gradient, None)
+    run(sums, gradient, None)  # a copy is written by the second pass alone
     for number, row in enumerate(rows):
-        numbers[number, 7] = LAMB.size(row.update, *total_squares(sums[slices[:, 0] == number]))
-    run(None, None, copy)
+        numbers[number, 7] = LAMB.size(row.update, *norms_of(sums[slices[:, 0] == number]))
+    run(sums[0], gradient, copy)
 
 
 def _addresses(row: _Row, size: int) -> tuple[int, ...]:

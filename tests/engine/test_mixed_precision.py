@@ -380,10 +380,12 @@ def trained(mode: str, name: str = "AdamW", steps: int = 3) -> Run:
 
 
 def rounded_by_hand(name: str, steps: int = 3) -> Run:
-    """The optimizer steps as a whole, in fp32; what it keeps is rounded between steps."""
+    """The optimizer steps as a whole, in fp32, and fused, as our own steps are; what it keeps is rounded between."""
     model = Toy(2, dropout=0.0)
     eps = attach_l2l(model, config_for(model, device=DEVICE, eps_update="serial"))
     optimizer = OPTIMIZERS[name](list(model.parameters()))
+    if name != "LAMB":
+        optimizer.param_groups[0]["fused"] = True
     eps.wrap(optimizer)
     seed_all()
     for step in range(steps):
@@ -394,6 +396,8 @@ def rounded_by_hand(name: str, steps: int = 3) -> Run:
         optimizer.step()
         for index, p in enumerate(model.parameters()):
             optimizer.state[p].update(Rounding(SEED, step).narrowed(optimizer.state[p], (0, index)))
+    if name != "LAMB":
+        optimizer.param_groups[0]["fused"] = None
     return run_of(model, optimizer, [])
 
 

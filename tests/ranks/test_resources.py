@@ -17,8 +17,8 @@ from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate, load_once
 from hf_l2l.budget.within import plan_within
 from hf_l2l.hf.preparation import make_masters_fp32
 from hf_l2l.memory import host_limits
-from hf_l2l.optim.layerwise_check import can_step_rows
 from hf_l2l.optim.layer_optimizers import places_of
+from hf_l2l.optim.layerwise_check import can_step_rows
 from hf_l2l.optim.rows_step import RowsStep
 from hf_l2l.probe import known
 from hf_l2l.probe.figures import HardwareFigures

@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from transformers.optimization import Adafactor as HFAdafactor
 
 from hf_l2l import Lamb
-from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.layer_optimizers import LayerOptimizers, SplitStep
+from hf_l2l.optim.layerwise_check import why_not_layer_local
 from new_tensors import NewTensors
 from tiers import nightly
 
