@@ -99,7 +99,8 @@ class LayerOptimizers:
         return self._places
 
     def of(self, masters: Sequence[torch.Tensor]) -> _LayerOptimizer:
-        """The optimizer that has these masters, and maybe others of their layer; made anew if there is none."""
+        """The optimizer that has these masters, and maybe others of their layer; made anew if there is none. To be
+        called on the thread that uses the optimizer."""
         found = self._of.get(masters[0])
         if found is None or not found.has(masters):
             # Those that were updated with one of them before stay with it: a layer whose masters do not always have a
@@ -245,14 +246,12 @@ class SplitStep:
     def part(self, masters: Iterable[torch.Tensor]) -> Part:
         """The update of all `masters` that have a gradient in this step and are in no part yet."""
         gradients, places = self._gradients, self.places
-        return Part(
-            self,
-            [
-                (p, gradient, p.requires_grad)
-                for p in masters
-                if (gradient := gradients.pop(p, None)) is not None and p in places
-            ],
-        )
+        given = [
+            (p, gradient, p.requires_grad)
+            for p in masters
+            if (gradient := gradients.pop(p, None)) is not None and p in places
+        ]
+        return Part(self, self.layers.of([p for p, _, _ in given]) if given else None, given)
 
     def run(self, masters: Iterable[torch.Tensor]) -> None:
         """Make the part for `masters` and run it; see `Part.run`."""
@@ -283,10 +282,12 @@ def _rounded_bytes(state: Mapping[str, Any]) -> int:
 class Part:
     """The update of some masters, to be run once, on any thread."""
 
-    def __init__(self, step: SplitStep, given: list[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
+    def __init__(
+        self, step: SplitStep, layer: _LayerOptimizer | None, given: list[tuple[torch.Tensor, torch.Tensor, bool]]
+    ) -> None:
         """Of masters, their gradients, and whether they require a gradient; the rest is left to the thread that runs
         it."""
-        self._step = step
+        self._step, self._layer = step, layer
         self._given = given
 
     def run(
@@ -309,9 +310,9 @@ class Part:
             Exception: the exception of the optimizer; the part stays as the optimizer left it, and cannot run again.
         """
         given, self._given = self._given, []
-        if not given:
+        if self._layer is None or not given:
             return set()
-        return _PartRun(self._step, given, factors or {}, copies or {}, allocated).run()
+        return _PartRun(self._step, self._layer, given, factors or {}, copies or {}, allocated).run()
 
 
 class _PartRun:
@@ -320,13 +321,13 @@ class _PartRun:
     def __init__(
         self,
         step: SplitStep,
+        layer: _LayerOptimizer,
         given: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
         factors: Mapping[torch.Tensor, torch.Tensor],
         copies: Mapping[torch.Tensor, torch.Tensor],
         allocated: Callable[[int], None],
     ) -> None:
-        self._step, self._allocated = step, allocated
-        self._layer = step.layers.of([p for p, _, _ in given])
+        self._step, self._layer, self._allocated = step, layer, allocated
         # Hooks see the gradients that the step uses.
         self._is_seen = any(getattr(hook, "reads_gradients", True) for hook in hooks_of_all_steps())
         self._updates: list[tuple[_Member, ParameterUpdate]] = []

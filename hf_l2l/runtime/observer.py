@@ -52,14 +52,26 @@ def stop_observing(device: torch.device, observer: Observer) -> None:
         del OBSERVERS[device]
 
 
-HOST_LISTENERS: list[Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]] = []
-"""Told of work of the host that is done outside of torch: its name, and the tensors that it reads and writes."""
+class HostWork(NamedTuple):
+    """Work of the host that is done outside of torch, and that nothing else can see."""
+
+    what: str
+    reads: Sequence[torch.Tensor]
+    """The tensors that are read."""
+    writes: Sequence[torch.Tensor]
+    """Those that are read and written."""
+    slowness: float
+    """Its time for each byte, relative to that of torch's fused AdamW in fp32."""
 
 
-def host_uses(what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor | None]) -> None:
-    """Tell that the host is about to read `reads`, and to read and write `writes`."""
+HOST_LISTENERS: list[Callable[[HostWork], None]] = []
+"""Told of such work before it is done."""
+
+
+def host_works(work: HostWork) -> None:
+    """Tell that this thread is about to do `work`."""
     for listener in HOST_LISTENERS:
-        listener(what, reads, writes)
+        listener(work)
 
 
 class _Here(threading.local):

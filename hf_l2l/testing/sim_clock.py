@@ -15,7 +15,8 @@ for `.item()`, and where it synchronizes.
   device that sends.
 - A disk reads and writes one transfer at a time (see `sim_disk`).
 - `torch.optim.Optimizer.step` costs the host the bytes of the host tensors it reads and writes: per parameter that has
-  a gradient, the gradient once, and the parameter and its state, except single numbers, twice.
+  a gradient, the gradient once, and the parameter and its state, except single numbers, twice. An update in one pass
+  costs its bytes in the same way, 16-bit copies included, at a rate that its kind has beside that of a step.
 
 All threads share the host's time, as those of a backward must. A thread that works concurrently with the others gets
 its own time, with `VirtualClock.own_time`; waits between such threads are given by `moment` and `wait_for`. Then times
@@ -33,6 +34,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from hf_l2l.runtime.observer import HOST_LISTENERS, HostWork
 from hf_l2l.testing.sim_race import LOCK, ORDER
 from hf_l2l.testing.sim_recorder import Costs as Costs
 from hf_l2l.testing.sim_recorder import Moment as Moment
@@ -150,6 +152,12 @@ class VirtualClock:
         with self._recorder.own_time(name, since):
             yield
 
+    def _host_works(self, work: HostWork) -> None:
+        """Work outside of torch costs its bytes, at its own rate."""
+        num_bytes = sum(map(_host_bytes, work.reads)) + 2 * sum(map(_host_bytes, work.writes))
+        seconds = work.slowness * num_bytes / self._recorder.costs.host_bytes_per_s
+        self._recorder.host_work(work.what, seconds)
+
     def _refuse_stopped(self) -> None:
         if Running.recorder is not self._recorder:
             raise RuntimeError("nothing is added to a clock that has stopped; do so inside its virtual_clock block")
@@ -169,9 +177,11 @@ def virtual_clock(costs: Costs) -> Iterator[VirtualClock]:
         ORDER.activate()
         Running.recorder = clock._recorder
     steps = _OptimizerSteps(clock._recorder)
+    HOST_LISTENERS.append(clock._host_works)
     try:
         yield clock
     finally:
+        HOST_LISTENERS.remove(clock._host_works)
         steps.stop()
         Running.recorder = None
 
@@ -209,6 +219,8 @@ class _OptimizerSteps:
             before[last] = _Then(before[last], self.before)
             self._extended.append((before, last))
         assert isinstance(list(before.values())[-1], _Then), "hooks are not added while a clock runs"
+
+    _listen.reads_gradients = False  # type: ignore[attr-defined]  # see `layer_optimizers`
 
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Record which parameters have a gradient after all other hooks have run."""

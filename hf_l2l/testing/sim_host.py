@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_l2l.runtime.observer import HostWork
 from hf_l2l.testing.sim_pages import PAGES
-from hf_l2l.testing.sim_race import Access, Clock, Line, range_of, within
+from hf_l2l.testing.sim_race import LOCK, ORDER, Access, Clock, Line, range_of, within
 
 
 @dataclass(eq=False)
@@ -80,6 +81,33 @@ def host_has_waited(clock: Clock) -> None:
 def show_at_once(target: torch.Tensor) -> None:
     """Show the host the download with this target, although the host has not waited."""
     _publish([a for a in _arrivals if a.target is target])
+
+
+def refuse_races(work: HostWork) -> None:
+    """Raise for work of the host on memory that a copy is using, for which the host has not waited.
+
+    Raises:
+        RuntimeError: if it reads or writes what is being downloaded, or writes what is being uploaded.
+    """
+    with LOCK:
+        for tensor in (*work.reads, *work.writes):
+            touched = range_of(tensor)
+            found = next((a for a in _arrivals if overlap(range_of(a.target), touched)), None)
+            if found is not None:
+                raise RuntimeError(
+                    f"{work.what} reads a host tensor of shape {tuple(tensor.shape)} whose download on "
+                    f"{ORDER.names[found.stream]} the host has not waited for: read-after-write race; let the host "
+                    "wait (synchronize) for an event recorded after the copy"
+                )
+        for tensor in work.writes:
+            touched = range_of(tensor)
+            watched = next((w for w in WATCHED if overlap((w.access.low, w.access.high), touched)), None)
+            if watched is not None and not within(watched.access, ORDER.host):
+                raise RuntimeError(
+                    f"{work.what} writes into a host tensor of shape {tuple(tensor.shape)} that "
+                    f"{watched.access.name} on {watched.stream} still reads: write-after-read race; let the host wait "
+                    f"(synchronize) for an event recorded on {watched.stream} after the copy before it writes again"
+                )
 
 
 def bring_arrived(tensor: torch.Tensor) -> None:

@@ -8,8 +8,10 @@ import threading
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from hf_l2l.runtime.observer import HOST_LISTENERS
 from hf_l2l.testing import sim_autocast, sim_backward, sim_collectives, sim_device, sim_kernels, sim_patches
 from hf_l2l.testing.sim_devices import NAME, count_several
+from hf_l2l.testing.sim_host import refuse_races
 
 _once = threading.Lock()
 _started = threading.Event()  # not set where the first backward came too early: every further call then says so too
@@ -32,6 +34,7 @@ def set_up_once() -> torch.device:
             sim_patches.apply(library)
             sim_collectives.register()
             sim_device.manual_seed_all(torch.initial_seed())
+            HOST_LISTENERS.append(refuse_races)
         if not _started.is_set():
             _refuse_late_start()
             _started.set()

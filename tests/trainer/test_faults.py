@@ -163,7 +163,9 @@ PLACES: dict[str, Place] = {
         _at(updates, "carry_out", lambda block, part, masters, *_: _holds(block, masters)), is_update=True
     ),
     "renewal": Place(
-        _at(Copies, "renew", lambda block, copies, masters: _holds(block, masters)), {"cmp": "bf16"}, is_update=True
+        _at(Copies, "renew", lambda block, copies, masters, written: _holds(block, masters)),
+        {"cmp": "bf16"},
+        is_update=True,
     ),
     "upload": Place(_at(Copies, "of_unit", lambda block, copies, unit, *_: unit.module is block)),
     "conversion": Place(_in_conversion, {"cmp": "bf16", "host_copies": "per_sweep"}),

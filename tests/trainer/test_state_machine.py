@@ -567,7 +567,8 @@ class Machine(RuleBasedStateMachine):
             for compare in compares if self.compares == "weights" else reversed(compares):
                 compare()
         self.compares = "weights"
-        most = 2 * len(self.twins)  # a thread that has been told to end may take a moment
+        # Two for updates, with two that help. A thread that has been told to end may take a moment.
+        most = 4 * len(self.twins)
         assert len(self.threads()) <= most or left_over.gone(lambda: len(self.threads()) <= most), self.threads()
 
     def teardown(self) -> None:

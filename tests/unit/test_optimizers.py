@@ -322,13 +322,13 @@ def test_a_closure_is_called_with_gradients():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_temporary_tensor_at_a_time(dtype):
     """On the host, in fp32, it is a chunk."""
-    p = torch.nn.Parameter(torch.ones(2**19, dtype=dtype))
+    p = torch.nn.Parameter(torch.ones(2**21, dtype=dtype))
     p.grad = torch.ones_like(p)
     optimizer = Lamb([p], lr=0.1, weight_decay=0.0)
     optimizer.step()
     with NewTensors() as new:
         optimizer.step()
-    assert sum(size == 2**19 for size in new.sizes) == (dtype != torch.float32)
+    assert sum(size == 2**21 for size in new.sizes) == (dtype != torch.float32)
 
 
 def test_what_is_out_of_range_is_refused():
