@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,7 +214,7 @@ class _Engines:
                 self._warn(str(error), "install numba, which has wheels for this Python on most machines")
                 return False
         try:
-            differs = trial(self._kernel, form, kind)
+            differs = self._tried(self._kernel, form, kind)
         except Exception as error:  # noqa: BLE001 - whatever numba raises, a slower way is there
             self._warn(f"numba raised {type(error).__name__}: {error}", "install another version of numba")
             return False
@@ -225,6 +226,16 @@ class _Engines:
             )
         return not differs
 
+    @staticmethod
+    def _tried(kernel: Any, form: Form, kind: Kind) -> str:
+        """The result of the `trial`, without numba's cache on disk if something in that is broken."""
+        try:
+            return trial(kernel, form, kind)
+        except Exception:  # noqa: BLE001 - what a damaged file makes of unpickling it can be anything
+            for file in Path(kernel.stats.cache_path).glob("kernels.update-*"):
+                file.unlink(missing_ok=True)
+            return trial(kernel, form, kind)
+
     def _warn(self, why: str, remedy: str) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -232,6 +243,8 @@ class _Engines:
 
 
 _ENGINES = _Engines()
+_CACHE: tempfile.TemporaryDirectory[str] | None = None
+"""The folder for compiled code, if no other one can be written."""
 
 
 def _imported() -> Callable[..., None]:
@@ -245,7 +258,9 @@ def _imported() -> Callable[..., None]:
     try:
         module = import_module("hf_l2l.optim.kernels")
     except RuntimeError:  # no folder for its cache on disk can be written: beside the file, or of the user
-        numba.config.CACHE_DIR = tempfile.mkdtemp(prefix="hf_l2l-numba-")
+        global _CACHE  # until the process ends
+        _CACHE = tempfile.TemporaryDirectory(prefix="hf_l2l-numba-", ignore_cleanup_errors=True)
+        numba.config.CACHE_DIR = _CACHE.name
         module = import_module("hf_l2l.optim.kernels")
     kernel: Callable[..., None] = module.update
     return kernel
