@@ -1,15 +1,12 @@
-"""The EPS's update on the CPU: layer by layer in the background, over one flat step of the same optimizer.
+"""The EPS's update on the CPU, layer by layer, for each kind of state, over one flat step of torch's fused AdamW.
 
-The model has the parameters of BERT-large and never runs: random numbers are its gradients. Ours is
-`optimizer.step()` with eps_update="deferred" and the wait for its last layer; flat is `AdamW(fused=True).step()`. Both
-update the same weights with the same gradients and moments, so that they find the same memory, and with as many
-threads, one step each in turn, so that a machine that slows down slows both.
+No model runs: random numbers are the gradients of a model with layers of BERT-large and one matrix in no layer. Ours
+is what `optimizer.step()` submits, to its end: gradients that are multiplied by the factor of clipping (but in the
+first row), masters, moments, and a copy in 16 bits (`cmp`). Flat is `AdamW(fused=True).step()` of as many parameters
+in one tensor, in fp32, with neither. Each case takes turns with it, so that a machine that slows down slows both; a
+ratio is that of a turn. With one thread, times are those of the processor, and else those of a clock.
 
-In the second case ours also multiplies the gradients by the factor of clipping and writes a bf16 copy of each layer
-that it has updated; the flat step does neither. The norm is no part of it: an accelerator takes that itself.
-
-    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python benchmarks/eps_cpu.py [--pairs 30] [--threads 2]
-        [--layers 24] [--hidden 1024]
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python benchmarks/eps_cpu.py [--turns 9] [--layers 6] [--threads 1 2]
 
 A table for people, then one JSON document as the last line.
 """
@@ -17,145 +14,219 @@ A table for people, then one JSON document as the last line.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import hf_l2l
-from hf_l2l import L2LConfig, attach_l2l
-from hf_l2l.eps.pending import clip
+from benchmarks.environment import environment
+from hf_l2l import Lamb
+from hf_l2l.config import MomentDtype
 from hf_l2l.memory.host_limits import available_host_bytes
+from hf_l2l.optim import one_pass
+from hf_l2l.optim.layer_optimizers import LayerOptimizers, SplitStep
+from hf_l2l.optim.one_pass import OnePass
+from hf_l2l.optim.rounded_state import Rounding
 from hf_l2l.runtime.tensors import size_text
+from hf_l2l.runtime.worker import Task, Worker
 
-NORM = 1.01
-"""What the gradients are said to have, to be clipped to 1: the factor is so near to 1 that they never become too small
-to be normal numbers, which the processor would be slow with."""
+FACTOR = 0.999
+"""Of clipping; so near to 1 that gradients never become too small to be normal numbers, which the processor would be
+slow with."""
 
-CASES = {"update alone": 1.1, "with clipping and 16-bit copy": 1.75}
-"""Case -> the ratio that it should not exceed."""
+B16, F32 = torch.bfloat16, torch.float32
+
+
+class Kind(NamedTuple):
+    """What is updated, and how."""
+
+    optimizer: str = "AdamW"
+    gradients: torch.dtype = F32
+    moments: MomentDtype = "fp32"
+    clips: bool = True
+    copies: bool = True
+    is_compiled: bool = True
+    most: float | None = None
+    """The ratio that it should not exceed."""
+
+
+CASES = {
+    "fp32 gradients, no clipping": Kind(clips=False, copies=False, most=1.05),
+    "clip + 16-bit copy": Kind(most=1.15),
+    "16-bit gradients + clip + copy": Kind(gradients=B16, most=1.3),
+    "16-bit gradients, bf16 moments + clip + copy": Kind(gradients=B16, moments="bf16", most=1.7),
+    "SGD": Kind("SGD"),
+    "SGD with momentum": Kind("momentum"),
+    "LAMB": Kind("LAMB"),
+    "16-bit gradients + clip + copy, not compiled": Kind(gradients=B16, is_compiled=False),
+    "16-bit gradients, bf16 moments + clip + copy, not compiled": Kind(
+        gradients=B16, moments="bf16", is_compiled=False
+    ),
+}
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-5, weight_decay=0.01, fused=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-5, fused=True),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-5, momentum=0.9, fused=True),
+    "LAMB": lambda ps: Lamb(ps, lr=1e-5),
+}
+
+DEEPSPEED = "DeepSpeed's CPUAdam, flat, fp32"
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; one message and the end of the program for those that make no sense."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=30, help="measured pairs of steps")
-    parser.add_argument("--warmup", type=int, default=3, help="pairs before that")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument(
-        "--hidden", type=int, default=1024, help="a multiple of 64; layers are four times as wide inside"
-    )
-    parser.add_argument("--vocab", type=int, default=30522, help="rows of the embedding")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=9, help="measured turns of all cases")
+    parser.add_argument("--warmup", type=int, default=2, help="turns before that")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=1024, help="of a layer, which is four times as wide inside")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args(arguments)
-    for name, least in {"pairs": 2, "warmup": 1, "layers": 1, "hidden": 64, "vocab": 1, "threads": 1}.items():
+    for name, least in {"turns": 2, "warmup": 1, "layers": 1, "hidden": 8}.items():
         if getattr(options, name) < least:
             parser.error(f"--{name} must be at least {least} (got {getattr(options, name)})")
-    if options.hidden % 64:
-        parser.error(f"--hidden must be a multiple of 64, the width of a head (got {options.hidden})")
-    need, have = 18 * parameters_of(options), available_host_bytes()
+    if min(options.threads) < 1:
+        parser.error(f"--threads must be at least 1 (got {options.threads})")
+    need, have = 40 * sum(shape.numel() for layer in layers_of(options) for shape in layer), available_host_bytes()
     if need > have:
         parser.error(f"this takes {size_text(need)}, and {size_text(have)} can be had; use fewer --layers")
     return options
 
 
-def bert(options: argparse.Namespace) -> nn.Module:
-    """A model with the parameters of BERT-large, or of what the options say."""
-    config = transformers.BertConfig(
-        hidden_size=options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        intermediate_size=4 * options.hidden,
-        vocab_size=options.vocab,
-    )
-    return transformers.BertForSequenceClassification(config)
+def layers_of(options: argparse.Namespace) -> list[list[torch.Size]]:
+    """Shapes of the parameters of each layer, and of a matrix in none."""
+    h = options.hidden
+    layer = [(h, h), (h,)] * 4 + [(4 * h, h), (4 * h,), (h, 4 * h), (h,)] + [(h,)] * 4
+    return [[torch.Size([8 * h, h])], *([torch.Size(shape) for shape in layer] for _ in range(options.layers))]
 
 
-def parameters_of(options: argparse.Namespace) -> int:
-    """Their number, without making them."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in bert(options).parameters())
+@contextmanager
+def compiled(*, wanted: bool) -> Iterator[None]:
+    """Inside, updates are compiled, or computed by torch."""
+    before = one_pass._ENGINES.compiles
+    if not wanted:
+        one_pass._ENGINES.compiles = lambda form, kind: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        one_pass._ENGINES.compiles = before  # type: ignore[method-assign]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The fused AdamW, with the two groups that transformers' Trainer makes."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-5, fused=True)
+class Shared:
+    """Tensors that all cases update, in turn."""
 
-
-class Updates:
-    """One model, and two ways to update it."""
-
-    def __init__(self, model: nn.Module, threads: int) -> None:
-        self.masters = list(model.parameters())
-        self.gradients = [torch.randn_like(p, requires_grad=False).mul_(1e-3) for p in self.masters]
-        self.copies = {p.data_ptr(): torch.empty_like(p, dtype=torch.bfloat16) for p in self.masters}
-        self.eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="deferred", num_threads=threads))
-        self.optimizer = self.eps.wrap(adamw(model))
-        self.plain = adamw(model)
-        self.plain.state = self.optimizer.state
-
-    def timed(self, update: Callable[[], None]) -> float:
-        """Milliseconds of one update, for which the gradients are there."""
-        for p, gradient in zip(self.masters, self.gradients, strict=True):
-            p.grad = gradient
-        start = time.perf_counter()
-        update()
-        return (time.perf_counter() - start) * 1e3
-
-    def flat(self) -> None:
-        """The optimizer's own step, over all parameters at once."""
-        self.plain.step()
-
-    def layered(self) -> None:
-        """The step in the background, to its end."""
-        self.optimizer.step()
-        self.eps.synchronize()
-
-    def layered_and_more(self) -> None:
-        """The same, with gradients that are to be clipped, and a copy of the weights in 16 bits."""
-        # Torch runs such hooks after every step of any optimizer: here, on the thread of the update, after each layer.
-        hook = register_optimizer_step_post_hook(self._copy)
-        clip(self.eps.masters.parameters, torch.tensor(NORM), 1.0, later=True)
-        self.layered()
-        hook.remove()
-
-    @torch.no_grad()
-    def _copy(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if optimizer is self.optimizer:  # whose own step finds nothing to do
-            return
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                self.copies[p.data_ptr()].copy_(p)
-
-
-def measured(updates: Updates, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """For each case the quantiles of ours, of the flat step, and of the ratio within a pair."""
-    found: dict[str, dict[str, Any]] = {}
-    for (case, target), ours in zip(CASES.items(), (updates.layered, updates.layered_and_more), strict=True):
-        sides: dict[Callable[[], None], list[float]] = {ours: [], updates.flat: []}
-        for pair in range(options.warmup + options.pairs):
-            # The second run finds the caches filled by the first: alternate the order, too.
-            for side in list(sides) if pair % 2 else reversed(sides):
-                sides[side].append(updates.timed(side))
-        layered, flat = (times[options.warmup :] for times in sides.values())
-        found[case] = {
-            "ratio": percentiles([a / b for a, b in zip(layered, flat, strict=True)]),
-            "layered_ms": percentiles(layered),
-            "flat_ms": percentiles(flat),
-            "target": target,
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.layers = [
+            [nn.Parameter(torch.randn(shape).mul_(0.02)) for shape in layer] for layer in layers_of(options)
+        ]
+        self.masters = [p for layer in self.layers for p in layer]
+        self.gradients = {
+            dtype: {p: torch.randn(p.shape).mul_(1e-3).to(dtype) for p in self.masters} for dtype in (F32, B16)
         }
-    return found
+        self.copies = {p: torch.empty(p.shape, dtype=B16) for p in self.masters}
+        self.size = sum(p.numel() for p in self.masters)
+
+
+class Ours:
+    """The updates of one kind."""
+
+    def __init__(self, kind: Kind, shared: Shared, worker: Worker) -> None:
+        self._kind, self._shared, self._worker = kind, shared, worker
+        self._optimizer = OPTIMIZERS[kind.optimizer](shared.masters)
+        self._layers = LayerOptimizers(self._optimizer, OnePass.of(self._optimizer, kind.moments))
+        self._steps = 0
+
+    def __call__(self) -> None:
+        """Make one step."""
+        kind, shared = self._kind, self._shared
+        rounding = None if kind.moments == "fp32" else Rounding(0, self._steps)
+        step = SplitStep(self._layers, shared.gradients[kind.gradients], rounding)
+        factors = dict.fromkeys(shared.masters, torch.tensor(FACTOR)) if kind.clips else {}
+        copies = shared.copies if kind.copies else {}
+        tasks = []
+        with compiled(wanted=kind.is_compiled):
+            for layer in shared.layers:
+                part, task = step.part(layer), Task("an update")
+                self._worker.submit(task, lambda part=part: part.run(factors, copies=copies))  # type: ignore[misc]
+                tasks.append(task)
+            for task in tasks:
+                task.wait("the step has ended")
+        self._steps += 1
+
+
+class Flat:
+    """A step of all parameters in one tensor."""
+
+    def __init__(self, size: int, make: Callable[[Any], torch.optim.Optimizer], threads: int) -> None:
+        self._master, self._threads = nn.Parameter(torch.randn(size).mul_(0.02)), threads
+        self._master.grad = torch.randn(size).mul_(1e-3)
+        self._optimizer = make([self._master])
+
+    def __call__(self) -> None:
+        """Make one step."""
+        torch.set_num_threads(self._threads)
+        self._optimizer.step()
+
+
+def deepspeed() -> Callable[[Any], torch.optim.Optimizer] | None:
+    """What makes DeepSpeed's optimizer; None where it is not installed, or cannot be built."""
+    try:
+        module = importlib.import_module("deepspeed.ops.adam")
+        module.DeepSpeedCPUAdam([nn.Parameter(torch.zeros(8))])
+    except Exception as error:  # noqa: BLE001 - it compiles C++, which fails in many ways
+        print(f"without DeepSpeed: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+        return None
+    return lambda ps: module.DeepSpeedCPUAdam(ps, lr=1e-5, weight_decay=0.01)
+
+
+def measured(options: argparse.Namespace, threads: int) -> dict[str, dict[str, Any]]:
+    """For each case the nanoseconds for a parameter, and the ratio to the flat step of the same turn."""
+    shared, worker = Shared(options), Worker(threads)
+    flat = Flat(shared.size, OPTIMIZERS["AdamW"], threads)
+    made: dict[str, Callable[[], Callable[[], None]]] = {
+        name: partial(Ours, kind, shared, worker) for name, kind in CASES.items()
+    }
+    other = deepspeed()
+    if other is not None:
+        made[DEEPSPEED] = partial(Flat, shared.size, other, threads)
+    found: dict[str, dict[str, Any]] = {}
+    flats: list[float] = []
+    for name, make in made.items():
+        turns = in_turns(flat, make(), threads, shared.size, options)
+        flats += [one for one, _ in turns]
+        found[name] = {
+            "ns": percentiles([other for _, other in turns]),
+            "ratio": percentiles([other / one for one, other in turns]),
+            "most": CASES[name].most if name in CASES else None,
+        }
+    worker.close()
+    return {"torch's fused AdamW, flat": {"ns": percentiles(flats), "ratio": None}, **found}
+
+
+def in_turns(
+    flat: Flat, case: Callable[[], None], threads: int, size: int, options: argparse.Namespace
+) -> list[tuple[float, float]]:
+    """Nanoseconds for a parameter of the flat step and of a case, in turns. A third one between them would have the
+    caches of the processor forget more of the case than of the flat step."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    found = []
+    for _ in range(options.warmup + options.turns):
+        times = []
+        for run in (flat, case):
+            began = clock()
+            run()
+            times.append((clock() - began) / size * 1e9)
+        found.append((times[0], times[1]))
+    return found[options.warmup :]
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -164,41 +235,43 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p10": deciles[0], "p90": deciles[-1]}
 
 
-def table(cases: dict[str, dict[str, Any]]) -> str:
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """The result for people, in markdown."""
-    lines = ["| case | ratio, median | p10 | p90 | target | layered, ms | flat, ms |", "|---|---|---|---|---|---|---|"]
-    for case, found in cases.items():
-        ratio = found["ratio"]
-        lines.append(
-            f"| {case} | {ratio['median']:.3f} | {ratio['p10']:.3f} | {ratio['p90']:.3f} | at most {found['target']} "
-            f"| {found['layered_ms']['median']:.1f} | {found['flat_ms']['median']:.1f} |"
-        )
+    counts = list(results)
+    heads = [f"ns, {n} thread{'s' * (n != '1')} | ratio | p10 to p90" for n in counts]
+    lines = [f"| case | {' | '.join(heads)} | target |", "|---" * (2 + 3 * len(counts)) + "|"]
+    for case in results[counts[0]]:
+        cells = []
+        for count in counts:
+            found = results[count][case]
+            ratio = found["ratio"]
+            cells.append(f"{found['ns']['median']:.2f}")
+            cells += (
+                ["", ""] if ratio is None else [f"{ratio['median']:.2f}", f"{ratio['p10']:.2f} to {ratio['p90']:.2f}"]
+            )
+        most = results[counts[0]][case].get("most")
+        lines.append(f"| {case} | {' | '.join(cells)} | {'' if most is None else f'at most {most}'} |")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print, and return what was printed as the last line."""
     options = parsed(arguments)
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     load = os.getloadavg()[0]
-    model = bert(options)
-    result = {
-        "cases": measured(Updates(model, options.threads), options),
-        "parameters": sum(p.numel() for p in model.parameters()),
+    results = {str(threads): measured(options, threads) for threads in options.threads}
+    size = sum(shape.numel() for layer in layers_of(options) for shape in layer)
+    found = {
+        "cases": results,
+        "parameters": size,
         "load_before": load,
         "load_after": os.getloadavg()[0],
         "options": vars(options),
-        "versions": {
-            "hf_l2l": hf_l2l.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "environment": environment("benchmarks/eps_cpu.py", arguments or [], with_link=False),
     }
-    print(table(result["cases"]))
-    print(json.dumps(result))
-    return result
+    print(table(results))
+    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":

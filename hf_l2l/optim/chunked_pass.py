@@ -87,11 +87,11 @@ class _Chunks:
         self._master, self._gradient = _flat(update.master), _flat(update.gradient)
         self._copy = None if update.copy is None else _flat(update.copy)
         self._kept = [_flat(each) for each in moments]
-        self._factor = torch.tensor([update.factor])
 
     def _opened(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, _Moments]:
         """Masters, gradient times its factor, and moments."""
-        wide = torch.mul(self._gradient[start:stop], self._factor, out=_SCRATCH.gradient[: stop - start])
+        # In two operations: one on two dtypes is not vectorized.
+        wide = _SCRATCH.gradient[: stop - start].copy_(self._gradient[start:stop]).mul_(self._update.factor)
         return self._master[start:stop], wide, _Moments(self._kept, start, stop, self._update)
 
     def update(self, start: int, stop: int) -> None:

@@ -6,9 +6,9 @@ that each combination is compiled by itself: float32 as it is; uint16 for bfloat
 blocks of 8 bits (see `quantized_moments`); None for a tensor that there is not.
 
 `update` works on a table with a row per parameter, of which a thread claims slice after slice, so that it holds no
-lock of Python from the first to the last. A slice begins at a multiple of `BLOCK` elements of its parameter.
+lock of Python from the first to the last. A slice begins at a multiple of `SPAN` elements of its parameter.
 
-    of each block of 256 elements      fp32 moments        bf16, 8 bits
+    of each span of 2,048 elements     fp32 moments        bf16, 8 bits
     1  moments to fp32                 in place            to a buffer in the L1 cache
     2  step (Adam, SGD, LAMB)          gradient widened and multiplied by its factor; masters and moments written
     3  moments                                             rounded stochastically, written
@@ -30,8 +30,10 @@ from numba.extending import intrinsic, overload
 U, S, F = np.uint32, np.int32, np.float32
 """32 bits without a sign, with a sign, and of a float."""
 
+SPAN = 2048
+"""Elements that are computed at once: their moments in fp32 fit the L1 cache."""
 BLOCK = 256
-"""Elements that are computed at once, and that share an exponent in 8 bits."""
+"""Elements that share an exponent in 8 bits."""
 LANES = 4096
 """Sums of squares that are added element by element, and in their order at the end of a slice."""
 
@@ -214,12 +216,14 @@ def _opened_of(moments, exponents, begin, end, room, is_signed):
     if moments.dtype == types.uint8:
 
         def of_blocks(moments, exponents, begin, end, room, is_signed):
-            base, out = U(U(exponents[begin >> 8]) << U(3)), room[: end - begin]
-            if is_signed:
-                _read_signed(moments[begin:end], base, out)
-            else:
-                _read_unsigned(moments[begin:end], base, out)
-            return out
+            for start in range(begin, end, BLOCK):
+                stop = min(start + BLOCK, end)
+                base, out = U(U(exponents[start // BLOCK]) << U(3)), room[start - begin : stop - begin]
+                if is_signed:
+                    _read_signed(moments[start:stop], base, out)
+                else:
+                    _read_unsigned(moments[start:stop], base, out)
+            return room[: end - begin]
 
         return of_blocks
 
@@ -243,16 +247,18 @@ def _keep_of(x, moments, exponents, begin, end, drawn, is_signed):
     if moments.dtype == types.uint8:
 
         def to_blocks(x, moments, exponents, begin, end, drawn, is_signed):
-            codes, largest = moments[begin:end], _largest(x)
-            exponent = _exponent_for(largest, S(15) if is_signed else S(31))
-            exponents[begin >> 8] = np.uint8(exponent)
-            base = S(exponent * S(8))
-            if largest > _INFINITY:
-                codes[:] = np.uint8(1)  # read as NaN, all of them
-            elif is_signed:
-                _write_signed(x, codes, base, drawn)
-            else:
-                _write_unsigned(x, codes, base, drawn)
+            for start in range(begin, end, BLOCK):
+                stop = min(start + BLOCK, end)
+                some, codes, bits = x[start - begin : stop - begin], moments[start:stop], drawn[start - begin :]
+                largest = _largest(some)
+                exponent = _exponent_for(largest, S(15) if is_signed else S(31))
+                exponents[start // BLOCK] = np.uint8(exponent)
+                if largest > _INFINITY:
+                    codes[:] = np.uint8(1)  # read as NaN, all of them
+                elif is_signed:
+                    _write_signed(some, codes, S(exponent * S(8)), bits)
+                else:
+                    _write_unsigned(some, codes, S(exponent * S(8)), bits)
 
         return to_blocks
 
@@ -493,7 +499,7 @@ def update(
         sums: None, but for LAMB. Its first pass changes nothing: float64, a row per slice, which gets the sums of the
             squares of the weights, and of what they are moved by. Its second one has any with one dimension.
     """
-    a, b, drawn = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint32)
+    a, b, drawn = np.empty(SPAN, np.float32), np.empty(SPAN, np.float32), np.empty(SPAN, np.uint32)
     while True:
         number = _claimed(counter)
         if number >= slices.shape[0]:
@@ -506,8 +512,8 @@ def update(
         c = _at(tensors[row, 7], size, copy)
         of_step = (F(x[0]), F(x[1]), F(x[2]), F(x[3]), F(x[4]), F(x[5]), F(x[6]), F(x[7]), F(x[8]))
         whole, lanes = size - size % width, _lanes(sums)
-        for begin in range(slices[number, 1], slices[number, 2], BLOCK):
-            end = min(begin + BLOCK, slices[number, 2])
+        for begin in range(slices[number, 1], slices[number, 2], SPAN):
+            end = min(begin + SPAN, slices[number, 2])
             block = p[begin:end]
             opened, other = _opened(m, e, begin, end, a, True), _opened(v, f, begin, end, b, False)
             until = min(end, whole) - begin
