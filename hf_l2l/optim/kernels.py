@@ -98,6 +98,23 @@ def _pointer(context, address, like):
     )
 
 
+@intrinsic
+def _stream(context, target, source):
+    """Copy 32 bytes from one address to another one, a multiple of 32, past the caches."""
+
+    def made(c, builder, signature, args):
+        kind = ir.VectorType(ir.IntType(8), 32).as_pointer()
+        target, source = (builder.inttoptr(address, kind) for address in args)
+        loaded = builder.load(source)
+        loaded.align = 4
+        stored = builder.store(loaded, target)
+        stored.align = 32
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_INT32, 1)]))
+        return c.get_dummy_value()
+
+    return types.void(types.int64, types.int64), made
+
+
 # ---- one element
 
 
@@ -419,27 +436,30 @@ def _end_sums_of(lanes, sums, number):
     return added
 
 
-def _copy(p, copy):
-    """Round masters to their copies in 16 bits."""
+def _copy(p, copy, room):
+    """Round masters to their copies in 16 bits, past the caches: nobody reads them soon."""
 
 
 @overload(_copy)
-def _copy_of(p, copy):
+def _copy_of(p, copy, room):
     if isinstance(copy, types.NoneType):
-        return lambda p, copy: None
-    if copy.dtype == types.uint16:
+        return lambda p, copy, room: None
+    is_bf16 = copy.dtype == types.uint16
 
-        def to_bf16(p, copy):
-            for i in range(p.size):
-                copy[i] = _bf16_of(p[i])
-
-        return to_bf16
-
-    def to_fp16(p, copy):
+    def rounded(p, copy, room):
+        target, source = copy.ctypes.data, room.ctypes.data
+        whole = p.size - p.size % 16 if target % 32 == 0 else 0
         for i in range(p.size):
-            copy[i] = _half_of(p[i])
+            if is_bf16:
+                room[i] = _bf16_of(p[i])
+            else:
+                room[i] = _half_of(p[i])
+        for i in range(0, whole, 16):
+            _stream(target + 2 * i, source + 2 * i)
+        for i in range(whole, p.size):
+            copy[i] = room[i]
 
-    return to_fp16
+    return rounded
 
 
 def _part(array, begin, end):
@@ -462,6 +482,17 @@ def _at_of(address, size, like):
     if isinstance(like, types.NoneType):
         return lambda address, size, like: None
     return lambda address, size, like: carray(_pointer(address, like), (size,))
+
+
+def _halves(like):
+    """Memory for the copies of a span, if there are copies."""
+
+
+@overload(_halves)
+def _halves_of(like):
+    if isinstance(like, types.NoneType):
+        return lambda like: None
+    return lambda like: np.empty(SPAN, like.dtype)
 
 
 # ---- kernels
@@ -500,6 +531,7 @@ def update(
             squares of the weights, and of what they are moved by. Its second one has any with one dimension.
     """
     a, b, drawn = np.empty(SPAN, np.float32), np.empty(SPAN, np.float32), np.empty(SPAN, np.uint32)
+    halves = _halves(copy)
     while True:
         number = _claimed(counter)
         if number >= slices.shape[0]:
@@ -519,5 +551,5 @@ def update(
             until = min(end, whole) - begin
             _step(block, _part(g, begin, end), opened, other, until, of_step, sums, lanes, begin % LANES)
             _keep_both(opened, other, m, v, e, f, begin, end, keys[row, 0], keys[row, 1], drawn, sums)
-            _copy(block, _part(c, begin, end))
+            _copy(block, _part(c, begin, end), halves)
         _end_sums(lanes, sums, number)
