@@ -110,9 +110,9 @@ def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
         return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run when `module` is called (`Module._forward_hooks` and `_forward_pre_hooks`)."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def with_forward_hooks(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of `modules` whose calls run hooks (`Module._forward_hooks` and `_forward_pre_hooks`)."""
+    return [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
 
 
 class ModuleHooks(NamedTuple):

@@ -126,6 +126,8 @@ def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 def as_leaves(unit: MasterUnit, parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What stands in the modules for the parameters of `unit`; `parts` are its parts on the device."""
+    if not unit.has_quantized:
+        return [nn.Parameter(part.detach(), requires_grad=False) for part in parts]
     remaining = iter(parts)
     made = [rebuilt(p, remaining) for p in unit.parameters]
     # What an adapter has rebuilt is a parameter already, whose attributes a detached tensor would not have.
@@ -142,16 +144,13 @@ def uploaded(
     on_gradient: OnGradient | None = None,
 ) -> DeviceWeights:
     """Upload the weights of `unit`, on the compute stream: its masters, or their 16-bit copies."""
-    sources = copies.of_unit(unit)
+    parts = copies.of_unit(unit).tensors
     # Autograd refuses tensors that were created under inference mode.
     with torch.inference_mode(False), torch.no_grad(), without_interception():
-        leaves = as_leaves(
-            unit,
-            [
-                source if unit.masters[owner].is_resident else stream.upload(source, device)
-                for owner, source in zip(unit.owners, sources.tensors, strict=True)
-            ],
-        )
+        if not stream.shares_host_memory(device):
+            resident = [unit.masters[owner].is_resident for owner in unit.owners]
+            parts = [p if is_there else stream.upload(p, device) for p, is_there in zip(parts, resident, strict=True)]
+        leaves = as_leaves(unit, parts)
         if requires_grad:
             for number in unit.trained:
                 leaf = leaves[number].requires_grad_()

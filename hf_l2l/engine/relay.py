@@ -45,7 +45,7 @@ from hf_l2l.model.layer_hooks import kind_of_hooks
 from hf_l2l.rows.host_rows import HostRows, memory_behind
 from hf_l2l.runtime import compute_state, stream
 from hf_l2l.runtime.backward_callbacks import RaisedIn
-from hf_l2l.runtime.tensors import flatten, is_cache
+from hf_l2l.runtime.tensors import flatten, have_cache
 from hf_l2l.stash.boundary import FOR_THE_MODEL, Boundary
 from hf_l2l.stash.tiers import Tiers
 
@@ -175,13 +175,13 @@ class Relay:
         if root.is_plain:
             return self._run_plainly(self.eps.masters.unit(layer), forward, args, kwargs)
         arguments, spec = flatten((args, kwargs))
-        if root.makes_graph and (kwargs.get("use_cache") or any([is_cache(leaf) for leaf in arguments])):
+        if root.makes_graph and (kwargs.get("use_cache") or have_cache(arguments)):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
         containers = containers_of((args, kwargs), arguments)
         unit = self.eps.masters.unit(layer)
         at = device_of(self.devices, unit, len(root.layer_calls), arguments)
         call = LayerCall.of(unit, forward, arguments, spec, at, self.eps.copies)
-        call.on_own_stream = not any([is_cache(leaf) or holds_tensors(leaf) for leaf in arguments])
+        call.on_own_stream = not (have_cache(arguments) or any(map(holds_tensors, arguments)))
         tensors = [arguments[i] for i in call.tensor_positions]
         if root.replay is not None:
             return root.replay.next_outputs(spec, tensors, containers)

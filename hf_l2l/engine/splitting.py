@@ -41,7 +41,7 @@ from hf_l2l.model.precision import in_fp32
 from hf_l2l.model.units import LayerUnit
 from hf_l2l.rows.host_rows import host_of, uploaded_rows
 from hf_l2l.runtime import compute_state, stream
-from hf_l2l.runtime.tensors import is_cache, narrow, to_device
+from hf_l2l.runtime.tensors import have_cache, narrow, to_device
 
 Execute = Callable[[Sequence[torch.Tensor]], Trial]
 
@@ -106,7 +106,7 @@ class Splitter:
         reason = cannot_split(leaves, kwargs)
         if reason is not None:
             # A cache is expected in generation: no warning.
-            self._runs_whole(layer, reason, warns=not any(is_cache(leaf) for leaf in leaves))
+            self._runs_whole(layer, reason, warns=not have_cache(leaves))
             return None
         inside = tuple([type(each.module) for each in root.enclosing])
         hooks = kind_of_hooks(unit.modules)

@@ -91,9 +91,11 @@ class Gradients:
         """Add sums to what `p.grad` holds, by the end of this backward; see `EagerParamServer.receive`."""
         of = sums[0][0].parameter if sums else ""
         if not self.lane.is_stream:
+            is_here = stream.shares_host_memory(self.device)
             with stream.span(self.device, "download", of), without_interception():
                 for master, gradient in sums:
-                    self._add_to_grad(master, gradient if master.is_resident else stream.download(gradient))
+                    stays = is_here or master.is_resident
+                    self._add_to_grad(master, gradient if stays else stream.download(gradient))
             return
         task = self.backwards.join()
         if task != self._task:

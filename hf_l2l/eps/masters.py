@@ -153,8 +153,7 @@ class Master(Pending):
 
     def is_changing(self) -> None:
         """Its values may become others: no copy that the device has is right from now on."""
-        self.uses += 1
-        self.is_there = False
+        self.are_changing([self])
 
     def before_grad(self, tensor: torch.Tensor) -> None:
         """Using `p.grad` raises RuntimeError: an eager update has used the gradient."""
@@ -165,6 +164,13 @@ class Master(Pending):
             "eps_update='eager' has used this gradient during backward, so that p.grad does not exist any more; use "
             "eps.grad_norm() for the norm, and eps_update='deferred' to clip, change or drop gradients"
         )
+
+    @staticmethod
+    def are_changing(masters: Iterable[Master]) -> None:
+        """`is_changing` for each."""
+        for master in masters:
+            master.uses += 1
+            master.is_there = False
 
     @staticmethod
     def end_update(masters: Iterable[Master]) -> None:

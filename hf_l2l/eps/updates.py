@@ -236,7 +236,7 @@ class Updates:
                 self.worker.begin_own_work(OwnWork(f"step() of {type(optimizer).__name__}", step))
             return
         sums = [(master, gradient) for master, gradient in sums if master.can_be_held]
-        self._wait_for(master for master, _ in sums)
+        self._wait_for([master for master, _ in sums])
         with self.worker.failing_with_errors():  # half a step must not pass for a whole one
             with without_interception():
                 for master, _ in sums:
@@ -300,10 +300,10 @@ class Updates:
                     check = partial(check_finite, unchecked, self.steps + 1, f"the update of {what}")
                     update = self._new_update(what, masters, optimizer, in_step)
                     part = step.part([m.parameter for m in masters])
-                    factors = taken_factors((m.parameter, gradients[m]) for m in masters)
+                    factors = taken_factors([(m.parameter, gradients[m]) for m in masters])
                     for master in masters:
                         master.update, master.guards_grad = update, in_step
-                        master.is_changing()
+                    Master.are_changing(masters)
                     hold_all([(m.parameter, m) for m in masters])
                     if in_step:
                         self.eager.begin(optimizer, masters)

@@ -170,6 +170,8 @@ class DevicesMemory:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.each = [DeviceMemory(device) for device in devices]
+        self._is_counted = any(stream.memory_in_use(device) is not None for device in devices)
+        """Whether a report can say what is held: the memory of the CPU has no such counter."""
         self.capacity = self.each[0].capacity
         """Bytes of memory that the first device has in all; None if its torch module does not say."""
 
@@ -195,9 +197,10 @@ class DevicesMemory:
 
     def holds(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """See `DeviceMemory`; each device has some of `tensors`."""
-        tensors = list(tensors)
-        for memory in self.each:
-            memory.holds(name, tensors)
+        if self._is_counted:
+            tensors = list(tensors)
+            for memory in self.each:
+                memory.holds(name, tensors)
 
     def finds(self, name: str, find: Find) -> None:
         """See `DeviceMemory`."""

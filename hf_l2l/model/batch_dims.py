@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.model.caches import map_cache
 from hf_l2l.model.units import LayerUnit
-from hf_l2l.runtime.tensors import is_cache, is_opaque, leaves_of, map_tensors, narrow
+from hf_l2l.runtime.tensors import have_cache, is_cache, is_opaque, leaves_of, map_tensors, narrow
 
 
 def cannot_split(leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -26,9 +26,9 @@ def cannot_split(leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None
     packed = next((name for name, value in kwargs.items() if value is not None and name.startswith("cu_seq")), None)
     if packed is not None:
         return f"it is given sequences packed into one ({packed})"
+    if have_cache(leaves):
+        return "it is given a key-value cache"
     for leaf in leaves:
-        if is_cache(leaf):
-            return "it is given a key-value cache"
         if is_opaque(leaf):
             return f"it is given a {type(leaf).__name__}, whose rows are unknown"
     return None

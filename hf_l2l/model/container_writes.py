@@ -9,9 +9,12 @@ containers of the caller once.
 from __future__ import annotations
 
 from collections import UserDict, deque
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
+
+_NESTING = (list, deque, tuple, dict, UserDict)
 
 Contents = list[Any] | dict[Any, Any]
 Written = list[tuple[int, Contents]]
@@ -28,17 +31,15 @@ class Same:
 def containers_of(value: Any, leaves: Collection[Any] = ()) -> list[Any]:
     """The lists and dicts in nested arguments, in a fixed order: structures that are alike have as many. Those among
     the `leaves`, which are not taken apart, are left out."""
-    return list(_walk(value, {id(leaf) for leaf in leaves}))
-
-
-def _walk(value: Any, leaves: set[int]) -> Iterator[Any]:
-    if id(value) in leaves:
-        return
-    if isinstance(value, list | deque | dict | UserDict):
-        yield value
-    if isinstance(value, list | deque | tuple | dict | UserDict):
-        for each in value.values() if isinstance(value, dict | UserDict) else value:
-            yield from _walk(each, leaves)
+    found, left, apart = [], [value], {id(leaf) for leaf in leaves}
+    while left:
+        each = left.pop()
+        if id(each) in apart or not isinstance(each, _NESTING):
+            continue
+        if not isinstance(each, tuple):
+            found.append(each)
+        left += reversed([*each.values()] if isinstance(each, dict | UserDict) else [*each])
+    return found
 
 
 class Containers:
@@ -95,10 +96,10 @@ def difference(old: Contents, new: Contents) -> Contents | None:
     """The new contents, with `Same` for what was there; None if nothing has changed."""
     if isinstance(new, dict):
         assert isinstance(old, dict), "the same container as before"
-        if [*old] == [*new] and all(old[key] is new[key] for key in new):
+        if [*old] == [*new] and all(map(is_, old.values(), new.values())):
             return None
         return {key: Same(key) if key in old and old[key] is value else value for key, value in new.items()}
-    if len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)):
+    if len(old) == len(new) and all(map(is_, old, new)):
         return None
     places = {id(value): index for index, value in enumerate(old)}
     return [Same(places[id(value)]) if id(value) in places else value for value in new]

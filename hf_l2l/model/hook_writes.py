@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_l2l.compat import has_forward_hooks
+from hf_l2l.compat import with_forward_hooks
 from hf_l2l.model.container_writes import Contents, Same, contents_of, difference, put, write_into
 from hf_l2l.model.layer_hooks import Watched
 from hf_l2l.runtime.tensors import flatten
@@ -262,7 +262,7 @@ def as_they_were(modules: Sequence[nn.Module], state: HookState) -> Iterator[Non
 
 
 def _reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
-    with_hooks = [each for each in modules[1:] if has_forward_hooks(each)]
+    with_hooks = with_forward_hooks(modules[1:])
     if not with_hooks:
         return []
     reach = _Reach(modules)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_l2l.compat import NO_HOOKS, ModuleHooks, has_forward_hooks
+from hf_l2l.compat import NO_HOOKS, ModuleHooks, with_forward_hooks
 from hf_l2l.runtime.tensors import tensors_within
 
 Hook = Callable[..., Any]
@@ -24,7 +24,7 @@ class LayerHooks:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """Of a forward that begins; `modules` are those of the layer, itself the first."""
         self._modules = modules[1:]
-        self._then = {each: ModuleHooks.of(each) for each in self._modules if has_forward_hooks(each)}
+        self._then = {each: ModuleHooks.of(each) for each in with_forward_hooks(self._modules)}
         self._changing: set[tuple[nn.Module, int]] = set()
         """Modules and keys of the hooks that have returned a value, or written to what they were given."""
 
@@ -49,7 +49,7 @@ class LayerHooks:
     @contextmanager
     def put_back(self, *, collecting: bool = False) -> Iterator[None]:
         """Inside, the layer is recomputed. With `collecting`, all hooks run: gradients go to what they collect."""
-        now = {each: ModuleHooks.of(each) for each in self._modules if has_forward_hooks(each)}
+        now = {each: ModuleHooks.of(each) for each in with_forward_hooks(self._modules)}
         with ExitStack() as stack:
             for module in {**self._then, **now}:
                 then, there = self._then.get(module, NO_HOOKS), now.get(module, NO_HOOKS)
@@ -98,10 +98,8 @@ def hooks_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def kind_of_hooks(modules: Sequence[nn.Module]) -> Hashable:
     """Equal for calls of a layer with as many hooks inside."""
-    return tuple(
-        [
-            (number, len(each._forward_pre_hooks), len(each._forward_hooks))
-            for number, each in enumerate(modules)
-            if number > 0 and has_forward_hooks(each)
-        ]
-    )
+    hooked = with_forward_hooks(modules[1:])
+    if not hooked:
+        return ()
+    numbers = {each: number for number, each in enumerate(modules)}
+    return tuple([(numbers[each], len(each._forward_pre_hooks), len(each._forward_hooks)) for each in hooked])

@@ -148,19 +148,26 @@ class Attributes:
 
     def let_go_of_tensors(self) -> None:
         """Keep no tensors that have been replaced by now: an attribute may hold the last output."""
-        for number, table in enumerate(self._tables):
-            if not _are_same(table, self._then[number]):
-                self._then[number] = _plain(self._then[number])
+        for number in self._differing():
+            self._then[number] = _plain(self._then[number])
 
     def _changed(self) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
         """Tables with other attributes than then; the values of then and those of now."""
         found = []
-        for table, then in zip(self._tables, self._then, strict=True):
-            if not _are_same(table, then):  # asked first, since mostly nothing has changed
-                plain, now = _plain(then), _plain(table)
-                if plain.keys() != now.keys() or any(plain[name] is not now[name] for name in now):
-                    found.append((table, plain, now))
+        for number in self._differing():  # asked first, since mostly nothing has changed
+            table = self._tables[number]
+            plain, now = _plain(self._then[number]), _plain(table)
+            if plain.keys() != now.keys() or any(plain[name] is not now[name] for name in now):
+                found.append((table, plain, now))
         return found
+
+    def _differing(self) -> list[int]:
+        """The numbers of tables that have not the same objects in the same order as then."""
+        return [
+            number
+            for number, (table, then) in enumerate(zip(self._tables, self._then, strict=True))
+            if len(table) != len(then) or not all(map(is_, table.values(), then.values()))
+        ]
 
     def have_changed(self) -> bool:
         """Whether an attribute has another value now."""
@@ -182,11 +189,6 @@ class Attributes:
         """Give the attributes the values of then."""
         for table, then, _ in self._changed():
             _set(table, then)
-
-
-def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two tables have the same objects in the same order."""
-    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
 
 
 def _plain(table: dict[str, Any]) -> dict[str, Any]:

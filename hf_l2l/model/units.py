@@ -19,7 +19,7 @@ from hf_l2l.model.kept_state import Kept
 from hf_l2l.model.layer_state import Known
 from hf_l2l.model.precision import Precision
 from hf_l2l.runtime.flat_memory import Layout
-from hf_l2l.runtime.tensors import on_meta
+from hf_l2l.runtime.tensors import is_quantized, on_meta
 
 PARAMETRIZING = ("ParamWrapper",)
 """Modules that register parametrizations of a weight during their forward: PEFT's adapters of experts."""
@@ -84,6 +84,8 @@ class LayerUnit:
                     number = numbers.setdefault(parameter, len(numbers))
                     self.places.append(ParameterPlace(each._parameters, name, number))
         self.parameters.extend(numbers)
+        self.has_quantized = any(map(is_quantized, numbers))
+        """Whether a parameter of it consists of several tensors."""
         self.with_buffers = [each for each in self.modules if each._buffers]
         self.parametrizes = any(kind.__name__ in PARAMETRIZING for kind in self.classes)
         """Whether it registers parametrizations during its forward, which sets a weight to itself."""

@@ -150,7 +150,7 @@ class _LayerOptimizer:
 
     def has(self, masters: Iterable[torch.Tensor]) -> bool:
         """Whether it has all of `masters`."""
-        return all(p in self.members for p in masters)
+        return self.members.keys() >= {*masters}
 
     def prepare(self, step: SplitStep, members: Sequence[_Member], state: defaultdict[torch.Tensor, Any]) -> None:
         """Give it the hyper-parameters of a step, those of its parameters that are updated, and their state."""

@@ -181,13 +181,18 @@ def host_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def made_real(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     """Those of `tensors` whose values are on the device, without the `HostRows` around them."""
-    there = [t for t in tensors if t is not None and not (isinstance(t, HostRows) and t.is_waiting)]
+    there = [t for t in tensors if t is not None]
+    if HostRows not in map(type, there):
+        return there
+    there = [t for t in there if not (isinstance(t, HostRows) and t.is_waiting)]
     return [t.on_device() if isinstance(t, HostRows) else t for t in there]
 
 
 def memory_behind(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     """The tensors that have the values of `tensors`, of those whose rows wait, too."""
     there = [t for t in tensors if t is not None]
+    if HostRows not in map(type, there):
+        return there
     return [*made_real(there), *(host_of(t) for t in there if host_of(t) is not t)]
 
 

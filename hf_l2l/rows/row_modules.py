@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_l2l.compat import has_forward_hooks, keeps_statistics
+from hf_l2l.compat import keeps_statistics, with_forward_hooks
 
 
 def input_embeddings(modules: Collection[nn.Module], layers: Iterable[nn.Module]) -> set[nn.Module]:
@@ -45,4 +45,4 @@ def _runs_by_rows(module: nn.Module) -> bool:
 
 def parts_have_hooks(module: nn.Module) -> bool:
     """Whether hooks run inside a call of `module`; they would be given micro-batches, and once more in a backward."""
-    return any(has_forward_hooks(part) for part in module.modules() if part is not module)
+    return bool(with_forward_hooks([*module.modules()][1:]))

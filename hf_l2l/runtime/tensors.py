@@ -124,6 +124,11 @@ def is_cache(value: object) -> bool:
     return _is_cache_class(kind)
 
 
+def have_cache(values: Iterable[object]) -> bool:
+    """Whether one of `values` is a key-value cache of transformers."""
+    return any(map(_is_cache_class, map(type, values)))
+
+
 @lru_cache(maxsize=1024)
 def _is_cache_class(kind: Any) -> bool:
     return any(base.__name__ == "Cache" for base in kind.__mro__)

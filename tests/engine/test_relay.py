@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import sys
 import traceback
 import types
 import weakref
@@ -17,7 +19,9 @@ import torch
 import transformers as hf
 from torch import nn
 
+import hf_l2l
 from devices import DEVICE
+from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.engine import shell
 from models import (
     EXACT,
@@ -35,7 +39,8 @@ from models import (
     t5,
     train_once,
 )
-from tiers import combinations, cpu_suffices
+from tiers import combinations, cpu_suffices, on_the_host
+from training import tiny_bert
 
 
 @cpu_suffices
@@ -379,3 +384,44 @@ def test_the_option_is_found_by_position_too():
     before = [*signature(hf.LlamaForCausalLM.forward).parameters].index("use_cache") - 2  # but for `self` and the ids
     with pytest.warns(UserWarning, match="makes no key-value cache"):
         assert model(batch_for(model)["input_ids"], *[None] * before, True).past_key_values is None
+
+
+# ---- how much of it there is
+
+
+def calls_of_the_package(layers: int) -> int:
+    """Calls of functions of the package, on the thread of the program, in one step of a BERT with so many layers."""
+    model = tiny_bert(layers=layers)
+    eps = attach_l2l(model, L2LConfig(device="cpu", eps_update="deferred"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), fused=True))
+    batch = batch_for(model)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        eps.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    eps.synchronize()
+    found, inside = 0, os.path.dirname(hf_l2l.__file__) + os.sep
+
+    def count(frame: types.FrameType, event: str, argument: Any) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(inside)
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    eps.synchronize()
+    return found
+
+
+@on_the_host
+def test_the_work_of_python_for_a_layer_stays_small():
+    """What launches kernels of a device must not be late for it: this is a limit of the design, not of a machine."""
+    assert calls_of_the_package(6) - calls_of_the_package(2) <= 4 * 700
