@@ -112,13 +112,13 @@ def layers_of(options: argparse.Namespace) -> list[list[torch.Size]]:
 @contextmanager
 def compiled(*, wanted: bool) -> Iterator[None]:
     """Inside, updates are compiled, or computed by torch."""
-    before = one_pass._ENGINES.compiles
+    before = one_pass.ENGINES.compiles
     if not wanted:
-        one_pass._ENGINES.compiles = lambda form, kind: False  # type: ignore[method-assign]
+        one_pass.ENGINES.compiles = lambda form, kind: False  # type: ignore[method-assign]
     try:
         yield
     finally:
-        one_pass._ENGINES.compiles = before  # type: ignore[method-assign]
+        one_pass.ENGINES.compiles = before  # type: ignore[method-assign]
 
 
 class Shared:

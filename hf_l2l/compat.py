@@ -207,6 +207,15 @@ def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
+fused_adam: Callable[..., None] = torch._fused_adam_
+fused_adamw: Callable[..., None] = torch._fused_adamw_
+fused_sgd: Callable[..., None] = torch._fused_sgd_
+"""The steps of torch's fused optimizers, of lists of parameters, gradients and state.
+
+`torch._fused_adam_`, `_fused_adamw_` and `_fused_sgd_`; else `torch.optim.adam.adam` and `torch.optim.sgd.sgd`, which
+call them, and take several times as long to do so as the step of a chunk takes."""
+
+
 def hooks_of_all_steps() -> list[Callable[..., Any]]:
     """The hooks that run before or after the step of any optimizer.
 

@@ -320,7 +320,14 @@ def current_norms(gradients: list[tuple[torch.Tensor, torch.dtype]]) -> list[tor
     ]
     # Of the tensors of several devices in one call, kernels of another kind would compute other bits.
     at_once = {g: norm for part in by_device(there) for g, norm in zip(part, torch._foreach_norm(part), strict=True)}
-    return [at_once[g] if g in at_once else current_norm(g, dtype) for g, dtype in gradients]
+    return [
+        at_once[g]
+        if g in at_once
+        else current_norm(g, dtype)
+        if "_l2l_pending" in g.__dict__ or g.layout is not torch.strided
+        else torch.linalg.vector_norm(g, dtype=None if g.dtype == dtype else dtype)
+        for g, dtype in gradients
+    ]
 
 
 def downloaded(norms: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 
 from hf_l2l.optim.forms import LAMB, Form, Numbers, ParameterUpdate
 from hf_l2l.optim.rounded_state import CHUNK, random_bits, round_to_bf16
+from hf_l2l.runtime.worker import together
 
 SLICE = 2**17
 """Elements that a thread of the compiled pass claims at once, a tenth of a millisecond, and whose squares are summed
@@ -73,8 +74,14 @@ def update_in_chunks(
     chunks = _Chunks(form, update, moments, step, numbers)
     if form.has_norms:
         chunks.find_size()
-    for start in range(0, update.master.numel(), CHUNK):
-        chunks.update(start, min(start + CHUNK, update.master.numel()))
+    starts = iter(range(0, update.master.numel(), CHUNK))
+
+    @torch.no_grad()
+    def work() -> None:
+        for start in starts:  # each is taken by one thread
+            chunks.update(start, min(start + CHUNK, update.master.numel()))
+
+    together(work, -(-update.master.numel() // CHUNK))
 
 
 class _Chunks:

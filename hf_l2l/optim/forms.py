@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 
+from hf_l2l.compat import fused_adam, fused_adamw, fused_sgd
 from hf_l2l.optim.rounded_state import Keys
 
 _AT_ONCE = 2**20
@@ -126,14 +125,14 @@ class _Adam:
     ) -> None:
         group = update.group
         (beta1, beta2), (mean, square) = group["betas"], moments
-        adam(
+        call = fused_adamw if group.get("decoupled_weight_decay", False) else fused_adam
+        call(
             [master],
             [gradient],
             [mean],
             [square],
             [],
-            [torch.tensor(step - 1)],  # which torch advances
-            fused=True,
+            [update.state["step"]],
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -141,7 +140,6 @@ class _Adam:
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=group["maximize"],
-            decoupled_weight_decay=group.get("decoupled_weight_decay", False),
         )
 
 
@@ -176,11 +174,9 @@ class _Sgd:
         is_first: bool,
     ) -> None:
         group = update.group
-        buffers: list[torch.Tensor | None] = [None] if is_first or not moments else [moments[0]]
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
-        sgd([master], [gradient], buffers, fused=True, **{name: group[name] for name in names})
-        if is_first and moments and buffers[0] is not None:
-            moments[0].copy_(buffers[0])
+        numbers_of_group = {name: group[name] for name in names}
+        fused_sgd([master], [gradient], [*moments], is_first_step=is_first and bool(moments), **numbers_of_group)
 
 
 class _Lamb:

@@ -125,7 +125,7 @@ class OnePass:
             of_kinds.setdefault(self._kind(row), []).append(row)
         for kind, rows in of_kinds.items():
             observer.host_works(_work_of(kind, rows))
-            _ENGINES.update(self._form, kind, rows)
+            ENGINES.update(self._form, kind, rows)
         torch.autograd.graph.increment_version([each.master for each in updates])
 
     def prepare(self, group: Mapping[str, Any], gradient: torch.dtype, copy: torch.dtype | None) -> None:
@@ -133,7 +133,7 @@ class OnePass:
         if self.covers(group):
             has_moments = bool(self._form.moments(group))
             kind = Kind(type(self._form).__name__, has_moments, gradient, KEPT[self._moments], copy)
-            _ENGINES.compiles(self._form, kind)
+            ENGINES.compiles(self._form, kind)
 
     def _kind(self, row: _Row) -> Kind:
         update = row.update
@@ -177,12 +177,26 @@ class _Row(NamedTuple):
     numbers: Numbers
 
 
-class _Engines:
+class _Failing:
+    """A block of numba's code, which may raise anything: typing errors, or what a damaged file makes of unpickling."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> _Failing:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+        return isinstance(error, Exception)
+
+
+class Engines:
     """What makes updates of a kind: the compiled kernel, or torch on chunks."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._kernel: Callable[..., None] | None = None
+        self._kernel: Any = None
         self._is_compiled: dict[Kind, bool] = {}
         self._has_warned = False
 
@@ -209,15 +223,23 @@ class _Engines:
     def _try(self, form: Form, kind: Kind) -> bool:
         if self._kernel is None:
             try:
-                self._kernel = _imported()
+                self._kernel = imported_kernel()
             except ImportError as error:
                 self._warn(str(error), "install numba, which has wheels for this Python on most machines")
                 return False
-        try:
-            differs = self._tried(self._kernel, form, kind)
-        except Exception as error:  # noqa: BLE001 - whatever numba raises, a slower way is there
-            self._warn(f"numba raised {type(error).__name__}: {error}", "install another version of numba")
-            return False
+        differs = ""
+        with _Failing() as first:
+            differs = trial(self._kernel, form, kind)
+        if first.error is not None:  # maybe of numba's cache on disk, which may be damaged
+            for file in Path(self._kernel.stats.cache_path).glob("kernels.update-*"):
+                file.unlink(missing_ok=True)
+            with _Failing() as second:
+                differs = trial(self._kernel, form, kind)
+            if second.error is not None:
+                self._warn(
+                    f"numba raised {type(second.error).__name__}: {second.error}", "install another version of numba"
+                )
+                return False
         if differs:
             logger.info(
                 "updates of %s are computed by torch, in chunks: compiled ones have other bits on this machine (%s)",
@@ -226,28 +248,18 @@ class _Engines:
             )
         return not differs
 
-    @staticmethod
-    def _tried(kernel: Any, form: Form, kind: Kind) -> str:
-        """The result of the `trial`, without numba's cache on disk if something in that is broken."""
-        try:
-            return trial(kernel, form, kind)
-        except Exception:  # noqa: BLE001 - what a damaged file makes of unpickling it can be anything
-            for file in Path(kernel.stats.cache_path).glob("kernels.update-*"):
-                file.unlink(missing_ok=True)
-            return trial(kernel, form, kind)
-
     def _warn(self, why: str, remedy: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(WITHOUT_NUMBA.format(why=why, remedy=remedy), stacklevel=2)
 
 
-_ENGINES = _Engines()
+ENGINES = Engines()
 _CACHE: tempfile.TemporaryDirectory[str] | None = None
 """The folder for compiled code, if no other one can be written."""
 
 
-def _imported() -> Callable[..., None]:
+def imported_kernel() -> Callable[..., None]:
     """The compiled kernel.
 
     Raises:
@@ -336,6 +348,7 @@ def trial(kernel: Callable[..., None], form: Form, kind: Kind) -> str:
             for rows in (one, other):
                 for number, row in enumerate(rows):
                     numbers = form.numbers(row.update, float(step), is_first=step == 1)
+                    row.update.state["step"] = torch.tensor(float(step))
                     rows[number] = row._replace(step=float(step), numbers=numbers)
             update_compiled(kernel, form, one)
             for row in other:

@@ -160,12 +160,12 @@ class _Collected:
 class _Helpers:
     """Threads that work together on one task of a worker."""
 
-    def __init__(self, count: int, flushes: bool) -> None:
-        """`count` threads, which treat denormals as `flushes` says."""
+    def __init__(self, count: int, flushes: bool, ready: threading.Semaphore) -> None:
+        """`count` threads, which treat denormals as `flushes` says, and release `ready` when they have started."""
         self.count = count
         self._calls = queue.SimpleQueue[Callable[[], None] | None]()
         self.threads = [
-            threading.Thread(target=_help, args=(self._calls, flushes), name="hf_l2l helper", daemon=True)
+            threading.Thread(target=_help, args=(self._calls, flushes, ready), name="hf_l2l helper", daemon=True)
             for _ in range(count)
         ]
 
@@ -196,8 +196,11 @@ class _Helpers:
             self._calls.put(None)
 
 
-def _help(calls: queue.SimpleQueue[Callable[[], None] | None], flushes: bool) -> None:
+def _help(calls: queue.SimpleQueue[Callable[[], None] | None], flushes: bool, ready: threading.Semaphore) -> None:
+    torch.get_num_threads()  # first: the first call in a thread sets the number of the process
+    torch.set_num_threads(1)
     torch.set_flush_denormal(flushes)
+    ready.release()
     while (call := calls.get()) is not None:
         call()
         del call  # frees all that it refers to before the wait for the next one
@@ -345,8 +348,8 @@ class Worker:
             _end_after_work(self._tasks, self._threads, self._helpers)
         before = torch.get_num_threads()
         count = min(_AT_ONCE, self.num_threads)
-        helpers = _Helpers(self.num_threads, flushes) if self.num_threads > 1 else None
         tasks, ready = queue.SimpleQueue[_Job | None](), threading.Semaphore(0)
+        helpers = _Helpers(self.num_threads, flushes, ready) if self.num_threads > 1 else None
         self._tasks, self._flushes = tasks, flushes
         self._threads = [
             threading.Thread(
@@ -362,9 +365,10 @@ class Worker:
         closing = None if self._finishes else self._closing
         self._end = weakref.finalize(self, _end, tasks, closing, self._threads, helpers)
         self._helpers = helpers
-        for thread in (*self._threads, *(() if helpers is None else helpers.threads)):
+        threads = [*self._threads, *([] if helpers is None else helpers.threads)]
+        for thread in threads:
             thread.start()
-        for _ in self._threads:
+        for _ in threads:
             ready.acquire()
         # The number is per thread, but new threads inherit the one that was set last.
         torch.set_num_threads(before)

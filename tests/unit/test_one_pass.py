@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_l2l import Lamb
-from hf_l2l.config import MomentDtype
 from hf_l2l.optim import one_pass
 from hf_l2l.optim.layer_optimizers import LayerOptimizers, Part, SplitStep
 from hf_l2l.optim.one_pass import OnePass
@@ -117,7 +116,7 @@ def test_bits_are_those_of_fused_steps(made, sizes, gradient, copy, factor, lr, 
                 assert_same(copies[p], p.detach().to(copy))
 
 
-def stepped(name: str, moments: MomentDtype, *, threads: int = 1, divided: bool = False) -> list[torch.Tensor]:
+def stepped(name: str, moments: Any, *, threads: int = 1, divided: bool = False) -> list[torch.Tensor]:
     """Masters and moments after three steps of two parameters, each in a part of its own if `divided`."""
     ps = [nn.Parameter(values(n, n, extreme=False)) for n in (300, 2**17 + 70_001)]
     makers: dict[str, Made] = {**FUSED, "LAMB": lambda ps, **options: Lamb(ps, **options)}
@@ -137,8 +136,8 @@ def test_bits_depend_on_neither_threads_nor_parts_nor_the_compiler(name, moments
     expected = stepped(name, moments)
     for other in (stepped(name, moments, threads=3), stepped(name, moments, divided=True)):
         assert all(map(torch.equal, other, expected))
-    monkeypatch.setattr(one_pass, "_imported", without_numba)
-    monkeypatch.setattr(one_pass, "_ENGINES", one_pass._Engines())
+    monkeypatch.setattr(one_pass, "imported_kernel", without_numba)
+    monkeypatch.setattr(one_pass, "ENGINES", one_pass.Engines())
     with pytest.warns(UserWarning, match="is not compiled.*install numba") as told:
         assert all(map(torch.equal, stepped(name, moments), expected))
     assert len(told) == 1
