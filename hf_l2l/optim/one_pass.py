@@ -120,6 +120,9 @@ class OnePass:
     @torch.no_grad()
     def run(self, updates: Sequence[ParameterUpdate]) -> None:
         """Make the updates, which it `takes`, with the threads of this thread's worker."""
+        steps = [each.state["step"] for each in updates if "step" in each.state] if self._form.counts else []
+        if steps:  # all at once, since each operation of torch takes some microseconds
+            torch._foreach_add_(steps, 1)
         of_kinds: dict[Kind, list[_Row]] = {}
         for row in map(self._row, updates):
             of_kinds.setdefault(self._kind(row), []).append(row)
@@ -142,16 +145,14 @@ class OnePass:
         return Kind(name, bool(row.moments), update.gradient.dtype, KEPT[self._moments], copy)
 
     def _row(self, update: ParameterUpdate) -> _Row:
-        """Count the step, and make state that there is none of."""
+        """A parameter whose step has been counted; its state is made if there is none."""
         form, state, kept = self._form, update.state, KEPT[self._moments]
         keys = form.moments(update.group)
         is_first = any(state.get(key) is None for key in keys)
         if is_first:
             if form.counts:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(1.0, dtype=torch.float32)
             state.update((key, torch.zeros_like(update.master, dtype=kept)) for key in keys)
-        if form.counts:
-            state["step"] += 1
         step = state["step"].item() if form.counts else float(1 + (not is_first))
         numbers = form.numbers(update, step, is_first=is_first)
         return _Row(update, [state[key] for key in keys], step, numbers)

@@ -475,7 +475,14 @@ def started_with_threads(run: Callable[[], None], num_threads: int, name: str) -
 
 
 def default_num_threads() -> int:
-    """Threads for work of the host: as many as torch uses, but one core less than there are."""
+    """Threads for work of the host: as many as torch uses, but one core less than there are.
+
+    torchrun sets OMP_NUM_THREADS=1 where nobody has set it, for several processes per machine; then each has its share
+    of the cores.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if ranks.isdecimal() and os.environ.get("OMP_NUM_THREADS") == "1" and torch.get_num_threads() == 1:
+        return max(1, usable_cores() // max(1, int(ranks)) - 1)
     return max(1, min(torch.get_num_threads(), usable_cores() - 1))
 
 

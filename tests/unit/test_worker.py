@@ -19,7 +19,7 @@ import torch
 
 from hf_l2l import EngineFailedError
 from hf_l2l.runtime import stall_log
-from hf_l2l.runtime.worker import Task, Worker
+from hf_l2l.runtime.worker import Task, Worker, together
 from tiers import more, times
 
 
@@ -262,3 +262,27 @@ def test_a_forked_process_is_told_soon(worker):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(ended[1]) == 7
+
+
+@pytest.mark.parametrize(("ranks", "omp", "threads"), [("2", "1", 7), ("1", "1", 15), ("2", "3", 3), (None, "1", 1)])
+def test_each_process_of_torchrun_has_its_share_of_the_cores(ranks, omp, threads, monkeypatch):
+    """torchrun sets one thread where the program has set none."""
+    monkeypatch.setattr("hf_l2l.runtime.worker.usable_cores", lambda: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(omp))
+    monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert Worker().num_threads == threads
+
+
+def test_helpers_share_a_task_and_report_what_fails():
+    worker, taken, at_once = Worker(3), [], threading.Barrier(3)
+
+    def together_once() -> None:
+        together(lambda: taken.append(at_once.wait(60.0)), 5)
+
+    submitted(worker, together_once).wait("all take part")
+    assert sorted(taken) == [0, 1, 2]
+    with pytest.raises(KeyError):
+        submitted(worker, lambda: together(fail, 2)).wait("one of them fails")
