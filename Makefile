@@ -150,7 +150,7 @@ $(GPU)/ready: constraints-gpu.txt
 	@test -n "$(PYTHON312)" || { echo "the rehearsal needs Python 3.12; name one: make gpu-rehearse PYTHON312=path" >&2; exit 1; }
 	$(PYTHON312) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install -q -c constraints-gpu.txt \
-		torch transformers accelerate packaging psutil tqdm pytest pytest-timeout hypothesis
+		torch transformers accelerate numba packaging psutil tqdm pytest pytest-timeout hypothesis
 	touch $@
 
 # Without torch and this package: signatures and docstrings are read from the sources. All that is installed is pinned.

@@ -247,10 +247,10 @@ class L2LConfig(OptionNames):
     )
     num_threads: int | None = _described(
         None,
-        "Threads of the updates in the background, at most the cores of the machine. Two updates run at once, each "
-        "with half of the threads; with a single thread, one update runs. None takes as many as the program has, at "
-        "most all cores but one, which is left to the thread that drives the device. A serial update has the threads "
-        "of the program.",
+        "Threads of the updates in the background, at most the cores of the machine. They share out the "
+        "work of each layer. None takes as many as the program has, at most all cores but one, which is left to the "
+        "thread that drives the device; under torchrun, which sets one thread, the share of this process of the "
+        "cores, but one. A serial update has the threads of the program.",
     )
     rank_timeout: float = _described(
         10.0,
