@@ -29,12 +29,11 @@ from torch import nn
 
 from benchmarks.environment import environment
 from hf_l2l import Lamb
-from hf_l2l.config import MomentDtype
 from hf_l2l.memory.host_limits import available_host_bytes
 from hf_l2l.optim import one_pass
 from hf_l2l.optim.layer_optimizers import LayerOptimizers, SplitStep
 from hf_l2l.optim.one_pass import OnePass
-from hf_l2l.optim.rounded_state import Rounding
+from hf_l2l.optim.rounded_state import Kept, Rounding
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.runtime.worker import Task, Worker
 
@@ -50,7 +49,7 @@ class Kind(NamedTuple):
 
     optimizer: str = "AdamW"
     gradients: torch.dtype = F32
-    moments: MomentDtype = "fp32"
+    moments: Kept = "fp32"
     clips: bool = True
     copies: bool = True
     is_compiled: bool = True
@@ -63,12 +62,16 @@ CASES = {
     "clip + 16-bit copy": Kind(most=1.15),
     "16-bit gradients + clip + copy": Kind(gradients=B16, most=1.3),
     "16-bit gradients, bf16 moments + clip + copy": Kind(gradients=B16, moments="bf16", most=1.7),
+    "16-bit gradients, moments of 8 bits + clip + copy": Kind(gradients=B16, moments="8bit", most=3.0),
     "SGD": Kind("SGD"),
     "SGD with momentum": Kind("momentum"),
     "LAMB": Kind("LAMB"),
     "16-bit gradients + clip + copy, not compiled": Kind(gradients=B16, is_compiled=False),
     "16-bit gradients, bf16 moments + clip + copy, not compiled": Kind(
         gradients=B16, moments="bf16", is_compiled=False
+    ),
+    "16-bit gradients, moments of 8 bits + clip + copy, not compiled": Kind(
+        gradients=B16, moments="8bit", is_compiled=False
     ),
 }
 
@@ -148,7 +151,7 @@ class Ours:
     def __call__(self) -> None:
         """Make one step."""
         kind, shared = self._kind, self._shared
-        rounding = None if kind.moments == "fp32" else Rounding(0, self._steps)
+        rounding = None if kind.moments == "fp32" else Rounding(0, self._steps, kind.moments)
         step = SplitStep(self._layers, shared.gradients[kind.gradients], rounding)
         factors = dict.fromkeys(shared.masters, torch.tensor(FACTOR)) if kind.clips else {}
         copies = shared.copies if kind.copies else {}

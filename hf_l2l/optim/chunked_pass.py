@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_l2l.optim.eight_bits import BLOCK, read, write
 from hf_l2l.optim.forms import LAMB, Form, Numbers, ParameterUpdate
 from hf_l2l.optim.rounded_state import CHUNK, random_bits, round_to_bf16
 from hf_l2l.runtime.worker import together
@@ -36,22 +37,38 @@ _SCRATCH = _Scratch()
 class _Moments:
     """The moments of one chunk, in fp32: where they are, or widened."""
 
-    def __init__(self, kept: Sequence[torch.Tensor], start: int, stop: int, update: ParameterUpdate) -> None:
+    def __init__(
+        self,
+        kept: Sequence[torch.Tensor],
+        exponents: Sequence[torch.Tensor],
+        start: int,
+        stop: int,
+        update: ParameterUpdate,
+    ) -> None:
         self._kept = [each[start:stop] for each in kept]
+        self._exponents = [each[start // BLOCK : -(-stop // BLOCK)] for each in exponents]
         self._start, self._update = start, update
-        rooms = (_SCRATCH.first, _SCRATCH.second)
-        self.wide = [
-            each if each.dtype == torch.float32 else room[: stop - start].copy_(each)
-            for each, room in zip(self._kept, rooms, strict=False)
-        ]
+        self.wide = [self._widened(number, stop - start) for number in range(len(kept))]
+
+    def _widened(self, number: int, count: int) -> torch.Tensor:
+        kept, room = self._kept[number], (_SCRATCH.first, _SCRATCH.second)[number][:count]
+        if kept.dtype == torch.float32:
+            return kept
+        if kept.dtype == torch.bfloat16:
+            return room.copy_(kept)
+        read(kept.numpy(), self._exponents[number].numpy(), signed=number == 0, out=room.numpy())
+        return room
 
     def keep(self) -> None:
         """Round them to where they are kept."""
         if all(each.dtype == torch.float32 for each in self._kept):
             return
         drawn = random_bits(self._start, self._kept[0].numel(), self._update.keys)
-        for upper, (wide, kept) in enumerate(zip(self.wide, self._kept, strict=True)):
-            round_to_bf16(wide, drawn, kept, upper=bool(upper))
+        for number, (wide, kept) in enumerate(zip(self.wide, self._kept, strict=True)):
+            if kept.dtype == torch.bfloat16:
+                round_to_bf16(wide, drawn, kept, upper=number == 1)
+            else:
+                write(wide.numpy(), drawn, kept.numpy(), self._exponents[number].numpy(), signed=number == 0)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +77,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def update_in_chunks(
-    form: Form, update: ParameterUpdate, moments: Sequence[torch.Tensor], step: float, numbers: Numbers
+    form: Form,
+    update: ParameterUpdate,
+    moments: Sequence[torch.Tensor],
+    step: float,
+    numbers: Numbers,
+    exponents: Sequence[torch.Tensor] = (),
 ) -> None:
     """Update one parameter.
 
@@ -70,8 +92,9 @@ def update_in_chunks(
         moments: those of `form.moments` in its state.
         step: the number of the step, from 1 on.
         numbers: those of the step.
+        exponents: those of moments in 8 bits.
     """
-    chunks = _Chunks(form, update, moments, step, numbers)
+    chunks = _Chunks(form, update, moments, exponents, step, numbers)
     if form.has_norms:
         chunks.find_size()
     starts = iter(range(0, update.master.numel(), CHUNK))
@@ -88,18 +111,24 @@ class _Chunks:
     """The chunks of one parameter."""
 
     def __init__(
-        self, form: Form, update: ParameterUpdate, moments: Sequence[torch.Tensor], step: float, numbers: Numbers
+        self,
+        form: Form,
+        update: ParameterUpdate,
+        moments: Sequence[torch.Tensor],
+        exponents: Sequence[torch.Tensor],
+        step: float,
+        numbers: Numbers,
     ) -> None:
         self._form, self._update, self._step, self._numbers = form, update, step, numbers
         self._master, self._gradient = _flat(update.master), _flat(update.gradient)
         self._copy = None if update.copy is None else _flat(update.copy)
-        self._kept = [_flat(each) for each in moments]
+        self._kept, self._exponents = [_flat(each) for each in moments], exponents
 
     def _opened(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, _Moments]:
         """Masters, gradient times its factor, and moments."""
         # In two operations: one on two dtypes is not vectorized.
         wide = _SCRATCH.gradient[: stop - start].copy_(self._gradient[start:stop]).mul_(self._update.factor)
-        return self._master[start:stop], wide, _Moments(self._kept, start, stop, self._update)
+        return self._master[start:stop], wide, _Moments(self._kept, self._exponents, start, stop, self._update)
 
     def update(self, start: int, stop: int) -> None:
         """Update one chunk."""

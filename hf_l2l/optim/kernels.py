@@ -3,7 +3,7 @@
 All kernels and what they are made of stand in this file, since numba's cache on disk is renewed when the file of a
 kernel changes, and not when another one does. The kind of a tensor is told by the type of an empty array like it, so
 that each combination is compiled by itself: float32 as it is; uint16 for bfloat16; int16 for float16; uint8 for the
-blocks of 8 bits (see `quantized_moments`); None for a tensor that there is not.
+blocks of 8 bits (see `eight_bits`); None for a tensor that there is not.
 
 `update` works on a table with a row per parameter, of which a thread claims slice after slice, so that it holds no
 lock of Python from the first to the last. A slice begins at a multiple of `SPAN` elements of its parameter.
@@ -211,7 +211,7 @@ def _write_signed(x, codes, base, drawn):
 def _write_unsigned(x, codes, base, drawn):
     for i in range(x.size):
         r = drawn[i]
-        u = _bits_of(x[i])
+        u = U(_bits_of(x[i]) & _SIGNLESS)
         size = S(S(U(U(u + U(r >> U(12))) >> U(20))) - base)
         size = S(min(max(size, S(1)), S(255)))  # what is not 0 stays so
         codes[i] = np.uint8(U(size if u != U(0) else S(0)))

@@ -24,15 +24,16 @@ import numpy as np
 import torch
 
 from hf_l2l.compat import unhooked_step
-from hf_l2l.config import MomentDtype
 from hf_l2l.log import logger
 from hf_l2l.optim.chunked_pass import SLICE, norms_of, update_in_chunks
+from hf_l2l.optim.eight_bits import exponents_like
 from hf_l2l.optim.forms import ADAM, LAMB, SGD, Form, Numbers, ParameterUpdate
 from hf_l2l.optim.lamb import Lamb
+from hf_l2l.optim.rounded_state import Kept, exponents_of
 from hf_l2l.runtime import observer, stream
 from hf_l2l.runtime.worker import together
 
-KEPT: dict[MomentDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KEPT: dict[Kept, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 """How moments are kept."""
 
 _LIKE: dict[torch.dtype | None, Any] = {
@@ -44,7 +45,7 @@ _LIKE: dict[torch.dtype | None, Any] = {
 }
 """What tells `kernels` the dtype of a tensor."""
 
-BYTE_TIMES = {torch.float32: 1.0, torch.bfloat16: 1.4}
+BYTE_TIMES = {torch.float32: 1.0, torch.bfloat16: 1.4, torch.uint8: 2.2}
 """Dtype of the moments -> the time of an update for each byte, relative to that of torch's fused AdamW in fp32: what
 is rounded has more arithmetic for fewer bytes."""
 
@@ -80,12 +81,12 @@ def form_of(optimizer: torch.optim.Optimizer) -> Form | None:
 class OnePass:
     """The pass for one optimizer."""
 
-    def __init__(self, form: Form, moments: MomentDtype = "fp32") -> None:
+    def __init__(self, form: Form, moments: Kept = "fp32") -> None:
         self._form = form
         self._moments = moments
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, moments: MomentDtype = "fp32") -> OnePass | None:
+    def of(cls, optimizer: torch.optim.Optimizer, moments: Kept = "fp32") -> OnePass | None:
         """That of `optimizer`, whose moments are kept so; None if its steps are no others than its own."""
         form = form_of(optimizer)
         return None if form is None else cls(form, moments)
@@ -153,9 +154,12 @@ class OnePass:
             if form.counts:
                 state["step"] = torch.tensor(1.0, dtype=torch.float32)
             state.update((key, torch.zeros_like(update.master, dtype=kept)) for key in keys)
+            if kept == torch.uint8:
+                state.update((exponents_of(key), exponents_like(update.master)) for key in keys)
         step = state["step"].item() if form.counts else float(1 + (not is_first))
         numbers = form.numbers(update, step, is_first=is_first)
-        return _Row(update, [state[key] for key in keys], step, numbers)
+        exponents = [state[exponents_of(key)] for key in keys] if kept == torch.uint8 else []
+        return _Row(update, [state[key] for key in keys], step, numbers, exponents)
 
 
 def _work_of(kind: Kind, rows: Sequence[_Row]) -> observer.HostWork:
@@ -176,6 +180,8 @@ class _Row(NamedTuple):
     moments: list[torch.Tensor]
     step: float
     numbers: Numbers
+    exponents: Sequence[torch.Tensor] = ()
+    """Of moments in 8 bits."""
 
 
 class _Failing:
@@ -208,7 +214,7 @@ class Engines:
             update_compiled(self._kernel, form, rows)
         else:
             for row in rows:
-                update_in_chunks(form, row.update, row.moments, row.step, row.numbers)
+                update_in_chunks(form, row.update, row.moments, row.step, row.numbers, row.exponents)
 
     def compiles(self, form: Form, kind: Kind) -> bool:
         """Whether updates of a kind are compiled. The first call compiles them, and compares the bits of a few
@@ -300,7 +306,8 @@ def update_compiled(kernel: Callable[..., None], form: Form, rows: Sequence[_Row
 
     def run(sums: Any, of_gradient: torch.dtype | None, of_copy: torch.dtype | None) -> None:
         counter = np.zeros(1, dtype=np.int64)
-        likes = [_LIKE[each] for each in (torch.float32, of_gradient, *moments[:2], None, None, of_copy)]
+        shared = [torch.uint8 if each == torch.uint8 else None for each in moments[:2]]
+        likes = [_LIKE[each] for each in (torch.float32, of_gradient, *moments[:2], *shared, of_copy)]
         tables = (counter.ctypes.data, slices, tensors, numbers, keys, _width())
         together(partial(kernel, *tables, *likes, sums), len(slices))
 
@@ -315,9 +322,9 @@ def update_compiled(kernel: Callable[..., None], form: Form, rows: Sequence[_Row
 
 
 def _addresses(row: _Row, size: int) -> tuple[int, ...]:
-    update, moments = row.update, [each.data_ptr() for each in row.moments] + [0, 0]
-    copy = 0 if update.copy is None else update.copy.data_ptr()
-    return (size, update.master.data_ptr(), update.gradient.data_ptr(), *moments[:2], 0, 0, copy)
+    moments, exponents = ([each.data_ptr() for each in of] + [0, 0] for of in (row.moments, row.exponents))
+    update, copy = row.update, 0 if row.update.copy is None else row.update.copy.data_ptr()
+    return (size, update.master.data_ptr(), update.gradient.data_ptr(), *moments[:2], *exponents[:2], copy)
 
 
 # ---- the trial
@@ -353,7 +360,7 @@ def trial(kernel: Callable[..., None], form: Form, kind: Kind) -> str:
                     rows[number] = row._replace(step=float(step), numbers=numbers)
             update_compiled(kernel, form, one)
             for row in other:
-                update_in_chunks(form, row.update, row.moments, row.step, row.numbers)
+                update_in_chunks(form, row.update, row.moments, row.step, row.numbers, row.exponents)
             found = _difference(one, other)
             if found:
                 return found
@@ -368,7 +375,8 @@ def _trial_rows(form: Form, kind: Kind, group: Mapping[str, Any]) -> list[_Row]:
         copy = None if kind.copy is None else torch.zeros(size, dtype=kind.copy)
         update = ParameterUpdate(master, gradient.to(kind.gradient), 0.7, group, {}, copy, (1, 2**32 - 2))
         moments = [torch.zeros(size, dtype=kind.moments) for _ in form.moments(group)]
-        rows.append(_Row(update, moments, 0.0, (0.0,) * 9))
+        exponents = [exponents_like(master) for _ in moments if kind.moments == torch.uint8]
+        rows.append(_Row(update, moments, 0.0, (0.0,) * 9, exponents))
     return rows
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hf_l2l.optim import eight_bits
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import elements, is_dense
 
@@ -30,10 +31,14 @@ CHUNK = 2**16
 
 _16 = np.uint32(16)
 
+_EXPONENTS = "_exponents"
 _UNSIGNED = ("exp_avg_sq",)
 """Keys of state that has no negative values; it is rounded by the upper half of the random bits."""
 _OF_KERNELS = ("exp_avg", "momentum_buffer", *_UNSIGNED)
 """Keys of state that is rounded by the random bits of its parameter; other state has bits of its own."""
+
+Kept = Literal["fp32", "bf16", "8bit"]
+"""How moments are kept between steps."""
 
 Keys = tuple[int, int]
 """Two numbers of 32 bits, from which the random bits of one parameter in one step are made."""
@@ -104,22 +109,56 @@ def stochastically_rounded(
     return out
 
 
+def in_blocks(
+    values: torch.Tensor, keys: Keys, *, signed: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round `values` (float32, host, contiguous, any shape) to 8 bits; see `eight_bits`.
+
+    Args:
+        values: they do not change.
+        keys: those of the random bits.
+        signed: whether there may be negative values.
+        out: the memory of the result, if it is like that.
+
+    Returns:
+        codes (uint8, like the values) and the exponents of their blocks (uint8, one dimension).
+    """
+    if out is None or out[0].shape != values.shape or out[0].dtype != torch.uint8:
+        out = torch.empty_like(values, dtype=torch.uint8), eight_bits.exponents_like(values)
+    codes, exponents = out
+    parts = (values.reshape(-1).split(CHUNK), codes.view(-1).split(CHUNK), exponents.split(CHUNK // eight_bits.BLOCK))
+    for number, (wide, short, shared) in enumerate(zip(*parts, strict=True)):
+        drawn = random_bits(number * CHUNK, wide.numel(), keys)
+        eight_bits.write(wide.numpy(), drawn, short.numpy(), shared.numpy(), signed=signed)
+    return codes, exponents
+
+
+def from_blocks(codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """Codes of 8 bits and the exponents of their blocks as float32, in new memory."""
+    wide = torch.empty_like(codes, dtype=torch.float32)
+    parts = (wide.view(-1).split(CHUNK), codes.view(-1).split(CHUNK), exponents.split(CHUNK // eight_bits.BLOCK))
+    for out, short, shared in zip(*parts, strict=True):
+        eight_bits.read(short.numpy(), shared.numpy(), signed=signed, out=out.numpy())
+    return wide
+
+
 class Rounding(NamedTuple):
-    """Seed and number of a step, which determine its random bits."""
+    """Seed and number of a step, which determine its random bits, and what moments are rounded to."""
 
     seed: int
     step: int
+    dtype: Kept = "bf16"
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> Rounding:
+    def of(cls, optimizer: torch.optim.Optimizer, dtype: Kept = "bf16") -> Rounding:
         """The rounding of the next step of `optimizer`; the first takes the seed of torch's default generator."""
-        group = optimizer.param_groups[0]
-        return cls(*group.setdefault(GROUP_KEY, (torch.initial_seed(), 0)))
+        seed, step = optimizer.param_groups[0].setdefault(GROUP_KEY, (torch.initial_seed(), 0))
+        return cls(seed, step, dtype)
 
     @staticmethod
     def end_step(optimizer: torch.optim.Optimizer) -> None:
         """Advance the step number: the next step rounds with other random bits."""
-        seed, step = Rounding.of(optimizer)
+        seed, step, _ = Rounding.of(optimizer)
         optimizer.param_groups[0][GROUP_KEY] = (seed, step + 1)
 
     def keys(self, place: tuple[int, int], of: str = "") -> Keys:
@@ -132,21 +171,29 @@ class Rounding(NamedTuple):
     def narrowed(
         self, state: Mapping[str, Any], place: tuple[int, int], before: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The state of one parameter with its float32 tensors rounded to bfloat16; numbers (0-dim) are not changed.
+        """The state of one parameter with its float32 tensors rounded; numbers (0-dim) are not changed.
 
         Args:
             state: the state after a step; the memory of its tensors may be overwritten.
             place: the index of the parameter's group, and its index in that group.
             before: the rounded state of the last step, whose memory is reused.
         """
-        kept = {} if before is None else before
-        return {key: self._narrowed(key, value, place, kept.get(key)) for key, value in state.items()}
+        kept, made = {} if before is None else before, dict(state)
+        for key, value in state.items():
+            if not is_rounded(value):
+                continue
+            keys = self.keys(place, "" if key in _OF_KERNELS else key)
+            if self.dtype == "bf16":
+                made[key] = stochastically_rounded(value, keys, upper=key in _UNSIGNED, out=kept.get(key))
+            else:
+                out = (kept[key], kept[exponents_of(key)]) if exponents_of(key) in kept else None
+                made[key], made[exponents_of(key)] = in_blocks(value, keys, signed=key not in _UNSIGNED, out=out)
+        return made
 
-    def _narrowed(self, key: str, value: Any, place: tuple[int, int], kept: Any) -> Any:
-        if not is_rounded(value):
-            return value
-        keys = self.keys(place, "" if key in _OF_KERNELS else key)
-        return stochastically_rounded(value, keys, upper=key in _UNSIGNED, out=kept)
+
+def exponents_of(key: str) -> str:
+    """The key of the exponents of a tensor of 8 bits."""
+    return f"{key}{_EXPONENTS}"
 
 
 def is_rounded(value: Any) -> bool:
@@ -160,11 +207,17 @@ def keeps_16_bits(parameter: torch.Tensor) -> bool:
 
 
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one parameter with its bfloat16 tensors converted to float32, in new memory."""
-    return {
-        key: value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
-        for key, value in state.items()
-    }
+    """The state of one parameter with its rounded tensors converted to float32, in new memory."""
+    wide: dict[str, Any] = {}
+    for key, value in state.items():
+        exponents = state.get(exponents_of(key))
+        if exponents is not None:
+            wide[key] = from_blocks(value, exponents, signed=key not in _UNSIGNED)
+        elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+            wide[key] = value.float()
+        elif not key.endswith(_EXPONENTS):
+            wide[key] = value
+    return wide
 
 
 # ---- the state of a whole optimizer

@@ -22,7 +22,7 @@ from hf_l2l import Lamb
 from hf_l2l.optim import one_pass
 from hf_l2l.optim.layer_optimizers import LayerOptimizers, Part, SplitStep
 from hf_l2l.optim.one_pass import OnePass
-from hf_l2l.optim.rounded_state import Rounding
+from hf_l2l.optim.rounded_state import Rounding, from_blocks, in_blocks
 from hf_l2l.runtime.worker import Task, Worker
 from tiers import nightly, times
 
@@ -124,13 +124,13 @@ def stepped(name: str, moments: Any, *, threads: int = 1, divided: bool = False)
     layers = LayerOptimizers(optimizer, OnePass.of(optimizer, moments))
     for step in range(3):
         gradients = {p: values(p.numel(), step, extreme=False).bfloat16() for p in ps}
-        split = SplitStep(layers, gradients, None if moments == "fp32" else Rounding(3, step))
+        split = SplitStep(layers, gradients, None if moments == "fp32" else Rounding(3, step, moments))
         for part in [split.part([p]) for p in ps] if divided else [split.part(ps)]:
             on_threads(threads, partial(part.run, {ps[0]: torch.tensor(0.3)}))
     return [p.detach() for p in ps] + [v for p in ps for v in optimizer.state[p].values() if v.dim()]
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("name", ["AdamW", "momentum", "LAMB"])
 def test_bits_depend_on_neither_threads_nor_parts_nor_the_compiler(name, moments, monkeypatch):
     expected = stepped(name, moments)
@@ -294,3 +294,40 @@ def test_the_package_imports_without_numba_and_does_not_import_it_at_once():
     program = "import sys, hf_l2l, hf_l2l.hf.trainer, hf_l2l.optim.one_pass; print('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+# ---- moments in 8 bits
+
+
+@settings(max_examples=times(60, 600))
+@given(
+    count=st.integers(1, 700),
+    scale=st.sampled_from([1.0, 1e-8, 1e-38, 1e-44, 1e30, 3e38]),
+    spread=st.sampled_from([0.0, 1.0, 12.0]),
+    signed=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_what_8_bits_can_show_stays_when_it_is_rounded_again(count, scale, spread, signed, seed):
+    """Whatever the random bits are, since a checkpoint has fp32 tensors of it."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, generator=generator) * torch.exp(spread * torch.randn(count, generator=generator)) * scale
+    x = x.nan_to_num()
+    x[::7] = 0.0
+    x = x if signed else x.abs()
+    first = from_blocks(*in_blocks(x, (seed, 1), signed=signed), signed=signed)
+    again = from_blocks(*in_blocks(first, (seed, 2), signed=signed), signed=signed)
+    assert torch.equal(first, again) and first.isfinite().all()
+    large = x.abs() > torch.stack([block.abs().max() for block in x.split(256)]).repeat_interleave(256)[:count] * 2e-4
+    normal = large & (x.abs() > 1e-37) & (x.abs() < 3e38)
+    torch.testing.assert_close(first[normal], x[normal], rtol=0.126, atol=0.0)
+    assert (first[x == 0] == 0).all() and (signed or (first[x != 0] != 0).all())
+
+
+def test_8_bits_are_unbiased_and_a_block_with_nan_is_nan():
+    x = torch.linspace(1.0, 1.99, 256).repeat(400)
+    for signed in (False, True):
+        found = from_blocks(*in_blocks(x, (5, 6), signed=signed), signed=signed).view(400, 256).double().mean(0)
+        torch.testing.assert_close(found, x[:256].double(), rtol=0.01, atol=0.0)
+    x[300] = math.nan
+    found = from_blocks(*in_blocks(x, (5, 6), signed=True), signed=True)
+    assert found[256:512].isnan().all() and not found[:256].isnan().any()
