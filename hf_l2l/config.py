@@ -39,7 +39,7 @@ StashPlace = Literal["device", "host", "disk", "auto"]
 EpsUpdate = Literal["auto", "serial", "deferred", "eager"]
 Cmp = Literal["auto", "bf16", "fp16"]
 GradDtype = Literal["fp32", "16bit"]
-MomentDtype = Literal["fp32", "bf16"]
+MomentDtype = Literal["fp32", "bf16", "8bit"]
 HostCopies = Literal["kept", "per_sweep"]
 Nonfinite = Literal["raise", "skip"]
 CheckRecompute = Literal["raise", "warn", "off"]
@@ -124,9 +124,9 @@ class L2LConfig(OptionNames):
     )
     moment_dtype: MomentDtype = _described(
         "fp32",
-        "The dtype in which the optimizer's state is kept between steps: "
-        '"fp32", or "bf16", which is made fp32 for the arithmetic of a step, layer by layer, and rounded '
-        "stochastically after it, with a seed that checkpoints keep.",
+        'How the optimizer\'s state is kept between steps: "fp32", "bf16", or "8bit" (blocks of 256 elements that '
+        "share an exponent, with torch's Adam, AdamW and SGD, and `Lamb`). The last two are rounded stochastically "
+        "after the arithmetic of a step, which is fp32, with a seed that checkpoints keep.",
     )
     host_copies: HostCopies = _described(
         "kept",
@@ -336,7 +336,7 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "boundary": (BoundaryPlace, "use 'host' when the outputs of layers do not fit the device"),
     "cmp": (Cmp, "use 'auto' for what the device is good at"),
     "grad_dtype": (GradDtype, "use '16bit' where host memory is short"),
-    "moment_dtype": (MomentDtype, "use 'bf16' where host memory is short"),
+    "moment_dtype": (MomentDtype, "use 'bf16' or '8bit' where host memory is short"),
     "host_copies": (HostCopies, "use 'per_sweep' where host memory is short"),
     "resident": (Resident, "use 'shell' where the device has room for the state of embeddings and heads"),
     "resident_update": (ResidentUpdate, "use 'host' for the bits of a run in which nothing is resident"),

@@ -33,6 +33,7 @@ from hf_l2l.model.residency import LayerPlace, state_follows
 from hf_l2l.optim.layer_optimizers import parameters_of, unwrapped
 from hf_l2l.optim.loss_scale import LossScale
 from hf_l2l.optim.optimizer_check import check_optimizer
+from hf_l2l.optim.rounded_state import kept_bytes
 from hf_l2l.ranks.team import Team, refuse_other_group
 from hf_l2l.report.host_tensors import host_tensors
 from hf_l2l.report.timeline import Timeline
@@ -198,9 +199,9 @@ class EagerParamServer(ShownAsTable):
             return
         if self.loss_scale is not None or self.updates.in_parts or self.masters.has_resident:
             raise RuntimeError(
-                "cmp with fp16, nonfinite='skip', grad_dtype='16bit', moment_dtype='bf16' and resident weights need a "
-                "wrapped optimizer, so that the EPS can skip its steps, convert its gradients and state, and move its "
-                "state (none was given); call eps.wrap(optimizer) before backward"
+                "cmp with fp16, nonfinite='skip', grad_dtype='16bit', moment_dtype='bf16' or '8bit', and resident "
+                "weights need a wrapped optimizer, so that the EPS can skip its steps, convert its gradients and "
+                "state, and move its state (none was given); call eps.wrap(optimizer) before backward"
             )
 
     def expect(self, unit: MasterUnit) -> None:
@@ -379,7 +380,7 @@ class EagerParamServer(ShownAsTable):
         trained = [m for m in self.masters.on_host() if m.parameter.requires_grad]
         moments = MOMENTS_ASSUMED * tensor_bytes(m.parameter for m in trained)
         gradients = tensor_bytes(m.gradient_like for m in trained if m.gradient_room is None)
-        return gradients + (moments // 2 if self.updates.rounds else moments)
+        return gradients + kept_bytes(moments, self.updates.moments)
 
     def host_table(self) -> HostTable:
         """A small table, which a shell and a notebook show: the tensors in host memory now."""

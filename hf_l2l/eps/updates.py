@@ -34,7 +34,8 @@ from hf_l2l.optim.layer_optimizers import Part, SplitStep, parameters_of
 from hf_l2l.optim.layerwise_check import can_split, why_in_parts
 from hf_l2l.optim.one_pass import OnePass
 from hf_l2l.optim.optimizer_entry import OptimizerEntry
-from hf_l2l.optim.rounded_state import Rounding, keep_loaded_dtypes, narrow_all, widen_all, widen_gradient
+from hf_l2l.optim.rounded_state import Rounding, keep_rounded, narrow_all, widen, widen_all, widen_gradient
+from hf_l2l.option_names import option
 from hf_l2l.report.timeline import Timeline
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.backward_callbacks import RaisedIn
@@ -56,8 +57,9 @@ class Updates:
         is_accumulating: Callable[[], bool],
     ) -> None:
         """`is_accumulating` returns True in a backward if another one follows before the step."""
-        self._moments = config.moment_dtype
-        self.rounds = config.moment_dtype == "bf16"  # state on the host is kept in bfloat16
+        self.moments = config.moment_dtype
+        """How the state on the host is kept."""
+        self.rounds = config.moment_dtype != "fp32"  # state on the host is kept in fewer bits
         self.in_parts = self.rounds or masters.precision.gradients == "16bit"
         """True if gradients or state are kept in 16 bits: each update converts its part to fp32, in every mode."""
         self.always_splits = False  # whether optimizers update layer by layer, if they can
@@ -101,6 +103,14 @@ class Updates:
         if optimizer in self._entries:
             self._retire_others(optimizer)
             return None
+        one_pass = OnePass.of(optimizer, self.moments)
+        if self.moments == "8bit" and (one_pass is None or not all(map(one_pass.covers, optimizer.param_groups))):
+            raise ValueError(
+                f"{option('moment_dtype')}='8bit' keeps moments of torch's Adam, AdamW and SGD and of hf_l2l.Lamb, "
+                "without amsgrad, with numbers as learning rates and betas, of which the first is above 0.5 (got "
+                f"{type(optimizer).__name__} with {optimizer.defaults}); use one of them, or "
+                f"{option('moment_dtype')}='bf16'"
+            )
         is_mixed, is_eager = self.masters.has_resident and self.masters.has_streamed, self.mode == "eager"
         is_later = self.mode == "deferred" and self.masters.has_streamed
         in_background = self.in_parts or self.always_splits or is_eager or is_later
@@ -108,16 +118,17 @@ class Updates:
             optimizer, eager=is_eager, why=self.must_split, has_resident=is_mixed
         )
         splits = splits and in_background
-        one_pass = OnePass.of(optimizer, self._moments) if splits else None
-        entry = self._entries[optimizer] = OptimizerEntry(optimizer, splits=splits, one_pass=one_pass)
-        if one_pass is not None:
+        entry = self._entries[optimizer] = OptimizerEntry(
+            optimizer, splits=splits, one_pass=one_pass if splits else None
+        )
+        if one_pass is not None and splits:
             self._prepare(optimizer, one_pass)
         entry.handles = [
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
         ]
         if self.rounds:
-            entry.handles += keep_loaded_dtypes(optimizer)
+            entry.handles += keep_rounded(optimizer, self.moments)
         self._retire_others(optimizer)
         return entry
 
@@ -265,7 +276,7 @@ class Updates:
         self.steps += optimizer is self.optimizers[0]
         if self.rounds:
             if entry.is_widened:
-                narrow_all(optimizer)
+                narrow_all(optimizer, self.moments)
             Rounding.end_step(optimizer)
         entry.is_widened = False
         if has_later_step_hook(optimizer, entry.step_hook):
@@ -292,7 +303,7 @@ class Updates:
         with self.worker.failing_with_errors():
             self._begun = [task for task in self._begun if not task.done]
             with without_interception(), torch.no_grad():
-                rounding = Rounding.of(optimizer) if self.rounds else None
+                rounding = Rounding.of(optimizer, self.moments) if self.rounds else None
                 step = SplitStep(entry.layers, {m.parameter: gradient for m, gradient in sums}, rounding)
                 modes = self._modes if in_step else Modes.current()
                 for what, masters in self.masters.parts(on_host):
@@ -370,6 +381,9 @@ class Updates:
             if p.grad is not None:
                 settle(p.grad)
             widen_gradient(p)
+        if self.moments == "8bit":  # which no other code can read
+            for state in [state for optimizer in self._entries for state in optimizer.state.values()]:
+                widen(state)
         optimizers, self._entries = list(self._entries), WeakKeyDictionary()
         self.worker.close()
         return optimizers

@@ -24,7 +24,7 @@ from hf_l2l.model.residency import moves_shell, parameters_to_move, places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.optim.layerwise_check import state_after_one_step
-from hf_l2l.optim.rounded_state import is_rounded
+from hf_l2l.optim.rounded_state import is_rounded, kept_bytes
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import is_quantized, on_meta, parts_of, size_text, tensor_bytes
@@ -192,7 +192,7 @@ def _moments(
     if optimizer is not None:
         return moment_bytes(optimizer, dtype, of, known)
     assumed = MOMENTS_ASSUMED * tensor_bytes(master for p, master in masters.items() if p in of and p.requires_grad)
-    return assumed // 2 if dtype == "bf16" else assumed
+    return kept_bytes(assumed, dtype)
 
 
 def _master(parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
@@ -234,10 +234,9 @@ def _state_bytes(
     if not (state or is_whole):  # Adagrad of torch 2.11 makes its state when it is made, and no other
         state = optimizer.state.get(parameter, {})
     if not (state or is_whole):  # a step that fails later has made its state before
-        return MOMENTS_ASSUMED * parameter.numel() * (2 if dtype == "bf16" else parameter.element_size())
+        return MOMENTS_ASSUMED * kept_bytes(parameter.numel() * parameter.element_size(), dtype)
     made = [v for v in state.values() if isinstance(v, torch.Tensor)]
-    rounded = [v for v in made if dtype == "bf16" and is_rounded(v)]
-    return tensor_bytes(made) - tensor_bytes(rounded) // 2
+    return sum(kept_bytes(v.nbytes, dtype) if is_rounded(v) else tensor_bytes([v]) for v in made)
 
 
 def check_host_memory(

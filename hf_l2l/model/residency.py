@@ -20,7 +20,7 @@ from hf_l2l.config import LAYER_COUNTS, L2LConfig
 from hf_l2l.model.kept_state import known_tensors
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.optim.layer_optimizers import gradient_hook_error
-from hf_l2l.optim.rounded_state import widened
+from hf_l2l.optim.rounded_state import widen
 from hf_l2l.option_names import option
 from hf_l2l.ranks.team import process_group_size
 from hf_l2l.runtime import stream
@@ -263,7 +263,7 @@ def state_follows(optimizer: torch.optim.Optimizer, moved: Container[torch.Tenso
             if p in moved and p in optimizer.state:
                 state = optimizer.state[p]
                 if widens:
-                    state.update(widened(state))
+                    widen(state)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and (value.dim() > 0 or reads_numbers):
                         state[key] = value.to(p.device)

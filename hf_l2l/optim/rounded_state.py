@@ -112,10 +112,10 @@ def stochastically_rounded(
 def in_blocks(
     values: torch.Tensor, keys: Keys, *, signed: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round `values` (float32, host, contiguous, any shape) to 8 bits; see `eight_bits`.
+    """Round `values` (float32, host, any shape) to 8 bits; see `eight_bits`. Blocks are in the order of memory.
 
     Args:
-        values: they do not change.
+        values: dense; they do not change.
         keys: those of the random bits.
         signed: whether there may be negative values.
         out: the memory of the result, if it is like that.
@@ -123,10 +123,12 @@ def in_blocks(
     Returns:
         codes (uint8, like the values) and the exponents of their blocks (uint8, one dimension).
     """
-    if out is None or out[0].shape != values.shape or out[0].dtype != torch.uint8:
+    values = values if is_dense(values) else values.contiguous()
+    if out is None or (out[0].dtype, out[0].shape, out[0].stride()) != (torch.uint8, values.shape, values.stride()):
         out = torch.empty_like(values, dtype=torch.uint8), eight_bits.exponents_like(values)
     codes, exponents = out
-    parts = (values.reshape(-1).split(CHUNK), codes.view(-1).split(CHUNK), exponents.split(CHUNK // eight_bits.BLOCK))
+    shared_by = CHUNK // eight_bits.BLOCK
+    parts = (elements(values).split(CHUNK), elements(codes).split(CHUNK), exponents.split(shared_by))
     for number, (wide, short, shared) in enumerate(zip(*parts, strict=True)):
         drawn = random_bits(number * CHUNK, wide.numel(), keys)
         eight_bits.write(wide.numpy(), drawn, short.numpy(), shared.numpy(), signed=signed)
@@ -136,7 +138,7 @@ def in_blocks(
 def from_blocks(codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool) -> torch.Tensor:
     """Codes of 8 bits and the exponents of their blocks as float32, in new memory."""
     wide = torch.empty_like(codes, dtype=torch.float32)
-    parts = (wide.view(-1).split(CHUNK), codes.view(-1).split(CHUNK), exponents.split(CHUNK // eight_bits.BLOCK))
+    parts = (elements(wide).split(CHUNK), elements(codes).split(CHUNK), exponents.split(CHUNK // eight_bits.BLOCK))
     for out, short, shared in zip(*parts, strict=True):
         eight_bits.read(short.numpy(), shared.numpy(), signed=signed, out=out.numpy())
     return wide
@@ -206,6 +208,13 @@ def keeps_16_bits(parameter: torch.Tensor) -> bool:
     return parameter.device == stream.HOST
 
 
+def kept_bytes(num_bytes: int, dtype: Kept) -> int:
+    """Bytes of state that has so many in fp32."""
+    if dtype == "8bit":  # and an exponent for each block of 256 elements
+        return num_bytes // 4 + -(-num_bytes // (4 * eight_bits.BLOCK))
+    return num_bytes // 2 if dtype == "bf16" else num_bytes
+
+
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter with its rounded tensors converted to float32, in new memory."""
     wide: dict[str, Any] = {}
@@ -223,7 +232,24 @@ def widened(state: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the state of a whole optimizer
 
 
-def keep_loaded_dtypes(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+def keep_rounded(optimizer: torch.optim.Optimizer, dtype: Kept) -> list[RemovableHandle]:
+    """Keep state of this dtype in `load_state_dict`, and show it as others can read it in `state_dict`."""
+    return _keep_bf16(optimizer) if dtype == "bf16" else _keep_8_bits(optimizer)
+
+
+def _keep_8_bits(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+    """State dicts have fp32 tensors, which are rounded when they are loaded: what was saved so, to what it was."""
+
+    def shown(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": {number: widened(state) for number, state in state_dict["state"].items()}}
+
+    def loaded(optimizer: torch.optim.Optimizer) -> None:
+        narrow_all(optimizer, "8bit")
+
+    return [optimizer.register_state_dict_post_hook(shown), optimizer.register_load_state_dict_post_hook(loaded)]
+
+
+def _keep_bf16(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
     """Keep bfloat16 state in `load_state_dict`, which would convert it to fp32 like the parameters."""
     apart: list[dict[Any, dict[str, torch.Tensor]]] = []
 
@@ -253,13 +279,20 @@ def keep_loaded_dtypes(optimizer: torch.optim.Optimizer) -> list[RemovableHandle
     ]
 
 
+def widen(state: dict[str, Any]) -> None:
+    """Convert the rounded tensors of the state of one parameter to float32."""
+    wide = widened(state)
+    state.clear()
+    state.update(wide)
+
+
 def widen_all(optimizer: torch.optim.Optimizer) -> None:
     """Convert all gradients and state to fp32 for a whole step, which needs the memory for it."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             widen_gradient(p)
             if p in optimizer.state and p.dtype == torch.float32 and keeps_16_bits(p):
-                optimizer.state[p].update(widened(optimizer.state[p]))
+                widen(optimizer.state[p])
 
 
 def widen_gradient(parameter: torch.Tensor) -> None:
@@ -271,9 +304,9 @@ def widen_gradient(parameter: torch.Tensor) -> None:
         parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
-def narrow_all(optimizer: torch.optim.Optimizer) -> None:
-    """Round the state of all parameters after a whole step, to the same bits as a step in parts."""
-    rounding = Rounding.of(optimizer)
+def narrow_all(optimizer: torch.optim.Optimizer, dtype: Kept) -> None:
+    """Round the state of all parameters on the host, after a whole step to the same bits as a step in parts."""
+    rounding = Rounding.of(optimizer, dtype)
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
             if p in optimizer.state and keeps_16_bits(p):

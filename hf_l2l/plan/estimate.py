@@ -171,7 +171,7 @@ def host_bytes(run: RunShapes, config: L2LConfig, state: MemoryEstimate) -> dict
     rooms = 0 if stash != "host" else stashed + passing
     parameters = sum(1 for p in run.model.parameters() if p.requires_grad)
     transients = 0
-    if config.moment_dtype == "bf16" or config.grad_dtype == "16bit":
+    if config.moment_dtype != "fp32" or config.grad_dtype == "16bit":
         # Two updates run at once, each of a layer, or of a large weight outside the layers.
         transients = 12 * 2 * largest_update(run.model, config)
     found = {

@@ -156,7 +156,7 @@ def _precision_text(config: L2LConfig, device: torch.device) -> str:
     dtype = computing_dtype(config.cmp, device)
     computes = "as the masters are, or as autocast says" if dtype is None else f"{dtype}, over fp32 masters"
     kept = f"; gradients wait in {config.grad_dtype}, moments in {config.moment_dtype}"
-    return f"{computes}{kept if dtype is not None or '16' in config.grad_dtype + config.moment_dtype else ''}"
+    return f"{computes}{kept if dtype is not None or {config.grad_dtype, config.moment_dtype} != {'fp32'} else ''}"
 
 
 _BOUNDARIES: dict[BoundaryPlace, str] = {

@@ -453,3 +453,65 @@ def test_a_hook_that_comes_later_sees_fp32_gradients_and_the_bits_are_the_same()
         optimizer.step()
     assert seen == [torch.float32, torch.float32]
     assert_same_run(run_of(model, optimizer, []), expected)
+
+
+# ---- moments in 8 bits
+
+
+def eight_bits(mode: str, name: str = "AdamW") -> Any:
+    made, options = OPTIMIZERS[name], {"eps_update": mode, "moment_dtype": "8bit", "ubatch_size": None}
+    return attach(Toy(2, dropout=0.0), lambda ps: made(list(ps)), **options)
+
+
+def steps_of(made: Any, first: int, last: int) -> Run:
+    model, eps, optimizer, _ = made
+    for step in range(first, last):
+        train_once(model, batch_for(model, masked=False, seed=step))
+        optimizer.step()
+    eps.synchronize()
+    return run_of(model, optimizer, [])
+
+
+@cpu_suffices
+@pytest.mark.parametrize(("mode", "name"), combinations(MODES, OPTIMIZERS, together=1))
+def test_moments_in_8_bits_go_on_from_a_checkpoint_bit_for_bit(mode, name):
+    """Which has fp32 tensors, as a plain optimizer can read them."""
+    whole, half = steps_of(eight_bits(mode, name), 0, 4), steps_of(eight_bits(mode, name), 0, 2)
+    file = io.BytesIO()
+    torch.save(half._asdict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    tensors = [t for state in saved["state"]["state"].values() for t in state.values() if torch.is_tensor(t)]
+    assert {t.dtype for t in tensors} == {torch.float32}
+    made = eight_bits(mode, name)
+    made[0].load_state_dict(saved["weights"])
+    made[2].load_state_dict(saved["state"])
+    kept = [t for state in made[2].state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+    assert {t.dtype for t in kept} == {torch.uint8}
+    assert_same_run(steps_of(made, 2, 4), whole)
+    plain = Toy(2, dropout=0.0)
+    optimizer = OPTIMIZERS[name](list(plain.parameters()))
+    optimizer.load_state_dict(saved["state"])
+    train_once(plain, batch_for(plain, masked=False))
+    optimizer.step()
+
+
+def test_moments_in_8_bits_take_a_byte_each_and_are_fp32_again_without_l2l():
+    model, eps, optimizer, _ = made = eight_bits("serial")
+    steps_of(made, 0, 2)
+    expected = sum(2 * (p.numel() + -(-p.numel() // 256)) + 4 for p in model.parameters())
+    assert eps.memory_report()["host"]["moments"]["now"] == expected
+    detach_l2l(model)
+    assert {t.dtype for state in optimizer.state.values() for t in state.values()} == {torch.float32}
+    train_once(model, batch_for(model, masked=False))
+    optimizer.step()
+
+
+@cpu_suffices
+def test_optimizers_whose_moments_are_not_kept_in_8_bits_are_refused():
+    model = Toy()
+    eps = attach_l2l(model, config_for(model, moment_dtype="8bit"))
+    for optimizer in (torch.optim.RMSprop(model.parameters()), torch.optim.AdamW(model.parameters(), amsgrad=True)):
+        with pytest.raises(ValueError, match=r"moment_dtype='8bit' keeps moments of torch's Adam.*use one of them"):
+            eps.wrap(optimizer)
+        assert not eps.updates.optimizers
