@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "load_before": load,
         "load_after": os.getloadavg()[0],
         "options": vars(options),
-        "environment": environment("benchmarks/eps_cpu.py", arguments or [], with_link=False),
+        "environment": environment("eps_cpu.py", arguments or [], with_link=False),
     }
     print(table(results))
     print(json.dumps(found))
