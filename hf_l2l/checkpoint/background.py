@@ -8,7 +8,7 @@ next updates. An update waits for its layer to be written, unless there is room 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +26,7 @@ from hf_l2l.eps.pending import hold_all
 from hf_l2l.eps.server import EagerParamServer
 from hf_l2l.memory.ledger import BEING_SAVED
 from hf_l2l.memory.memory_estimate import SAVED_LAYERS
+from hf_l2l.optim.rounded_state import Blocks
 
 
 class WithoutState:
@@ -43,9 +44,17 @@ class ReservedFiles:
         self.regions: list[Region] = []
         """What is to be written."""
 
-    def save_torch(self, state: Any, file: Path) -> None:
-        """Save `state` as `torch.save` does, but for the values of tensors."""
-        self.regions += reserve_torch(state, file)
+    def save_torch(self, state: Any, file: Path, blocks: Mapping[int, Blocks] | None = None) -> None:
+        """Save `state` as `torch.save` does, but for the values of tensors; see `reserve_torch`."""
+        self.regions += reserve_torch(state, file, blocks)
+
+    def write(self) -> None:
+        """Write the values now.
+
+        Raises:
+            OSError: if a file cannot be written.
+        """
+        Snapshot([self.regions], room=0).write()
 
     @contextmanager
     def weights(self) -> Iterator[None]:

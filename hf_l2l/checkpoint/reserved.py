@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import storages_in_file, without_interception
+from hf_l2l.optim.rounded_state import Blocks
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import elements
 
@@ -55,6 +56,20 @@ class Region(NamedTuple):
     offset: int
     values: torch.Tensor
     """uint8, one dimension, on the host; the memory of the tensor itself, or a copy if the tensor is elsewhere."""
+    blocks: Blocks | None = None
+    """Set if the values are the codes of a tensor of 8 bits, which is written in fp32."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the file."""
+        return self.values.numel() * (1 if self.blocks is None else 4)
+
+    def clone(self) -> Region:
+        """The same bytes of the file, for a copy of the present values."""
+        if self.blocks is None:
+            return self._replace(values=self.values.clone())
+        blocks = self.blocks.clone()
+        return self._replace(values=elements(blocks.codes), blocks=blocks)
 
     def write(self, descriptor: int) -> None:
         """Write the values to the open file.
@@ -62,10 +77,12 @@ class Region(NamedTuple):
         Raises:
             OSError: if that is impossible, such as on a full disk.
         """
-        left, offset = memoryview(cast(Any, self.values.numpy())), self.offset
-        while left:
-            written = os.pwrite(descriptor, left, offset)
-            left, offset = left[written:], offset + written
+        offset = self.offset
+        for part in [self.values] if self.blocks is None else self.blocks.pieces():
+            left = memoryview(cast(Any, part.view(torch.uint8).numpy()))
+            while left:
+                written = os.pwrite(descriptor, left, offset)
+                left, offset = left[written:], offset + written
 
 
 @contextmanager
@@ -77,7 +94,7 @@ def locked(descriptor: int, region: Region) -> Iterator[None]:
         OSError: if the file system has no such locks.
     """
     assert fcntl is not None, "hosts with several ranks have Linux"
-    place = region.values.numel(), region.offset
+    place = region.num_bytes, region.offset
     fcntl.lockf(descriptor, fcntl.LOCK_EX, *place)
     try:
         yield
@@ -124,8 +141,9 @@ def can_reserve(tensors: Iterable[torch.Tensor]) -> bool:
     return all(tensor.dtype in _DTYPES and tensor.layout is torch.strided for tensor in tensors)
 
 
-def reserve_torch(state: Any, file: Path) -> list[Region]:
-    """Write `state` as `torch.save` does, with room for the values of its tensors.
+def reserve_torch(state: Any, file: Path, blocks: Mapping[int, Blocks] | None = None) -> list[Region]:
+    """Write `state` as `torch.save` does, with room for the values of its tensors. `blocks` are those of tensors that
+    nobody has filled, by their addresses (see `rounded_state.unfilled`).
 
     Tensors that are on a device are saved as tensors of the host.
 
@@ -151,7 +169,9 @@ def reserve_torch(state: Any, file: Path) -> list[Region]:
     if len(offsets) != len(storages):  # some are in objects that are no containers of pytree
         torch.save(state, file)
         return []
-    return [Region(file, at, values) for at, values in zip(offsets, storages.values(), strict=True) if values.numel()]
+    pairs = [(at, values) for at, values in zip(offsets, storages.values(), strict=True) if values.numel()]
+    found = [(at, values, (blocks or {}).get(values.data_ptr())) for at, values in pairs]
+    return [Region(file, at, values if of is None else elements(of.codes), of) for at, values, of in found]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -162,7 +162,7 @@ class Snapshot:
         """Copy the group; False if the host has no memory for that."""
         copies: list[Region] | None = None
         try:
-            copies = [region._replace(values=region.values.clone()) for region in group.regions]
+            copies = [region.clone() for region in group.regions]
         except (MemoryError, RuntimeError):  # torch raises the latter
             return False
         finally:

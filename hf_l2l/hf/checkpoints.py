@@ -24,6 +24,7 @@ from hf_l2l.budget.trainer_plan import TrainerPlan
 from hf_l2l.checkpoint.background import BackgroundSave, ReservedFiles, WithoutState
 from hf_l2l.checkpoint.finding import check_weights, deleting_ours, is_last_of_run, rotate, run_of
 from hf_l2l.checkpoint.manifest import read_manifest, saved_with, write_manifest
+from hf_l2l.checkpoint.reserved import can_write_places
 from hf_l2l.checkpoint.resuming import ResumingMixin, load_generator, save_generator
 from hf_l2l.checkpoint.staging import (
     Staging,
@@ -40,6 +41,7 @@ from hf_l2l.hf.attach import attachment_of
 from hf_l2l.hf.training_args import own_option
 from hf_l2l.log import logger
 from hf_l2l.model.precision import copy_as
+from hf_l2l.optim.rounded_state import unfilled
 from hf_l2l.rank_saves.background import BackgroundSaveOfRanks, begun_in_background
 from hf_l2l.rank_saves.together import JoinedStaging, saved_together
 from hf_l2l.ranks.team import of_rank_0
@@ -352,10 +354,19 @@ class CheckpointsMixin(ResumingMixin):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Overridden to have the values of the optimizer's state written later."""
-        reserved, optimizer = self._l2l_reserved, self.optimizer
+        reserved = self._l2l_reserved
+        if reserved is None and self._keeps_blocks:
+            now = ReservedFiles()
+            self._save_optimizer_and_scheduler_but_values(now, output_dir)
+            now.write()
+            return
         if reserved is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
+        self._save_optimizer_and_scheduler_but_values(reserved, output_dir)
+
+    def _save_optimizer_and_scheduler_but_values(self, reserved: ReservedFiles, output_dir: str) -> None:
+        optimizer = self.optimizer
         self.optimizer = WithoutState()
         try:
             super()._save_optimizer_and_scheduler(output_dir)
@@ -365,8 +376,16 @@ class CheckpointsMixin(ResumingMixin):
             self._save_optimizer(reserved, output_dir)
 
     def _save_optimizer(self, reserved: ReservedFiles, output_dir: str) -> None:
-        """Save the optimizer's state, but for its values."""
-        reserved.save_torch(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
+        """Save the optimizer's state, but for its values; moments in 8 bits become fp32 piece by piece, as they are
+        written."""
+        with unfilled() if self._keeps_blocks else nullcontext() as blocks:
+            reserved.save_torch(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME, blocks)
+
+    @property
+    def _keeps_blocks(self) -> bool:
+        """Whether moments in 8 bits are written by this process alone."""
+        is_asked = bool(own_option(self.args, "l2l_moment_dtype") == "8bit")
+        return is_asked and self.args.world_size == 1 and can_write_places()
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden for devices whose random generators transformers does not save."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -237,11 +238,69 @@ def keep_rounded(optimizer: torch.optim.Optimizer, dtype: Kept) -> list[Removabl
     return _keep_bf16(optimizer) if dtype == "bf16" else _keep_8_bits(optimizer)
 
 
+class Blocks(NamedTuple):
+    """A tensor of 8 bits."""
+
+    codes: torch.Tensor
+    exponents: torch.Tensor
+    signed: bool
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """It in fp32 (one dimension, in the order of memory), piece by piece, each in new memory."""
+        for number, codes in enumerate(elements(self.codes).split(CHUNK)):
+            first = number * CHUNK // eight_bits.BLOCK
+            exponents = self.exponents[first : first + CHUNK // eight_bits.BLOCK]
+            yield from_blocks(codes, exponents, signed=self.signed)
+
+    def clone(self) -> Blocks:
+        """A copy."""
+        return Blocks(self.codes.clone(), self.exponents.clone(), self.signed)
+
+
+class _Unfilled(threading.local):
+    """Of one thread: memory for fp32 tensors that nobody has filled -> what they are to be filled with."""
+
+    found: dict[int, Blocks] | None = None
+
+
+_UNFILLED = _Unfilled()
+
+
+@contextmanager
+def unfilled() -> Iterator[dict[int, Blocks]]:
+    """Inside, on this thread, state dicts have fp32 tensors without values in the place of tensors of 8 bits, which
+    take no memory as long as nobody touches them. Yields the address of each, and what it is to be filled with."""
+    before, found = _UNFILLED.found, dict[int, Blocks]()
+    _UNFILLED.found = found
+    try:
+        yield found
+    finally:
+        _UNFILLED.found = before
+
+
+def _placeholders(state: Mapping[str, Any], found: dict[int, Blocks]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in state.items():
+        exponents = state.get(exponents_of(key))
+        if exponents is not None:
+            # Of NumPy: torch may be told to fill new memory.
+            memory = torch.from_numpy(np.empty(max(1, value.numel()), np.float32))
+            made[key] = memory.as_strided(value.shape, value.stride())
+            found[memory.data_ptr()] = Blocks(value, exponents, key not in _UNSIGNED)
+        elif not key.endswith(_EXPONENTS):
+            made[key] = value
+    return made
+
+
 def _keep_8_bits(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
     """State dicts have fp32 tensors, which are rounded when they are loaded: what was saved so, to what it was."""
 
     def shown(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, "state": {number: widened(state) for number, state in state_dict["state"].items()}}
+        found = _UNFILLED.found
+        of_each = state_dict["state"].items()
+        if found is not None:
+            return {**state_dict, "state": {number: _placeholders(state, found) for number, state in of_each}}
+        return {**state_dict, "state": {number: widened(state) for number, state in of_each}}
 
     def loaded(optimizer: torch.optim.Optimizer) -> None:
         narrow_all(optimizer, "8bit")

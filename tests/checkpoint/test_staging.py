@@ -238,6 +238,9 @@ class Slow(NamedTuple):
     written: list[tuple[int, int]]
     """Offset and first byte of all that was written, in order."""
 
+    def clone(self) -> Slow:
+        return self._replace(values=self.values.clone())
+
     def write(self, descriptor: int) -> None:
         self.begun.set()
         assert self.may_write.wait(60)

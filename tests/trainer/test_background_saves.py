@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
     "bf16 copies": {"eps_update": "deferred", "cmp": "bf16", "bf16": False},
     "bf16 moments": {"eps_update": "deferred", "l2l_moment_dtype": "bf16"},
+    "moments of 8 bits": {"eps_update": "deferred", "l2l_moment_dtype": "8bit"},
     "all at once": {"eps_update": "deferred", "optim": "adamw_torch_fused"},
     "momentum": {"eps_update": "deferred", "optim": "sgd", "optim_args": "momentum=0.9"},
 }
@@ -35,10 +36,10 @@ if DEVICE != "cpu":
     }
 
 
-FAST = "eager" if DEVICE == "cpu" else "resident layers"
+FAST = ["eager", "moments of 8 bits"] if DEVICE == "cpu" else ["resident layers"]
 
 
-@pytest.mark.parametrize("name", [FAST, *more(*sorted(MODES.keys() - {FAST}))])
+@pytest.mark.parametrize("name", [*FAST, *more(*sorted(MODES.keys() - {*FAST}))])
 def test_checkpoints_have_the_values_of_their_step(tmp_path, monkeypatch, name):
     trained(tmp_path / "at once", **MODES[name], max_steps=3)
     SlowDisk(monkeypatch)

@@ -204,9 +204,13 @@ CASES: dict[str, dict[str, Any]] = {
     "own loader": {"kind": _OwnLoader},
     "eager": {"eps_update": "eager", "max_grad_norm": 0.0},
     "a model in 16 bits": {"model": lambda: tiny_bert(layers=2).bfloat16()},
+    "moments of 8 bits": {"l2l_moment_dtype": "8bit", "eps_update": "deferred"},
     "saved while training goes on": {"l2l_async_save": True, "eps_update": "deferred"},
 }
-FAST = {"cpu": ("merged", "epochs that are cut", "workers", "own loader", "fp16"), "sim": ("rows from a stream",)}
+FAST = {
+    "cpu": ("merged", "epochs that are cut", "workers", "own loader", "fp16", "moments of 8 bits"),
+    "sim": ("rows from a stream",),
+}
 NOT_HERE = {"own loader", "plateau"} if DEVICE == "sim" else set()
 # One within the first epoch, and its last one.
 SOME = {"epochs that are cut": (4, 6), "merged": (5, 6)}
