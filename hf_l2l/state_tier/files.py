@@ -35,16 +35,18 @@ class Segment:
             OSError: if the disk has no room.
         """
         self.num_bytes = -(-max(num_bytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        # Not the file object, which warns when it is freed as a part of a cycle, perhaps before this is.
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            self._descriptor = os.dup(file.fileno())
         try:
-            os.posix_fallocate(self._file.fileno(), 0, self.num_bytes)
+            os.posix_fallocate(self._descriptor, 0, self.num_bytes)
         except OSError as error:
             raise OSError(
                 error.errno,
                 f"{option('state_dir')} must have room for masters and optimizer state (got {folder!r}, which has no "
                 f"{size_text(self.num_bytes)} more: {error.strerror}); make space, or name another folder",
             ) from error
-        self._pages = mmap.mmap(self._file.fileno(), self.num_bytes)
+        self._pages = mmap.mmap(self._descriptor, self.num_bytes)
         if by_rows:
             self._pages.madvise(mmap.MADV_RANDOM)
 
@@ -55,7 +57,7 @@ class Segment:
     def read(self) -> None:
         """Have the system read all of it from the disk; what is not there when it is used is waited for then."""
         for start in range(0, self.num_bytes, _READ_AT_ONCE):
-            os.posix_fadvise(self._file.fileno(), start, _READ_AT_ONCE, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._descriptor, start, _READ_AT_ONCE, os.POSIX_FADV_WILLNEED)
 
     def leave(self, *, is_changed: bool) -> None:
         """Free its memory, after what `is_changed` has been written to the disk. The values stay readable.
@@ -66,10 +68,10 @@ class Segment:
         # First: pages that are in the table of the process are not freed, and only what has left it counts as changed.
         self._pages.madvise(mmap.MADV_DONTNEED)
         if is_changed:
-            os.fdatasync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), 0, self.num_bytes, os.POSIX_FADV_DONTNEED)
+            os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, self.num_bytes, os.POSIX_FADV_DONTNEED)
 
     def __del__(self) -> None:
-        file = getattr(self, "_file", None)
-        if file is not None:
-            file.close()
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
