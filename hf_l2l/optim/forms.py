@@ -2,7 +2,7 @@
 
 Each class says when a group of the optimizer can be computed so, and makes of its hyper-parameters and of a number of
 steps the nine numbers that `kernels` reads, with the arithmetic of torch in double precision. `step` is the same on a
-chunk of a parameter, by torch's functional form.
+chunk of a parameter, by torch's fused functions.
 """
 
 from __future__ import annotations

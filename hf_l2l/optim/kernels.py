@@ -143,7 +143,7 @@ def _bf16_of(x):
 def _draw(start, key, second_key, out):
     """32 random bits for each element from number `start` on of one parameter in one step, by the two keys of both.
 
-    `rounded_state.random_bits` computes the same in torch.
+    `rounded_state.random_bits` computes the same with NumPy.
     """
     for i in range(out.size):
         r = U(U(start + U(i)) + key)

@@ -146,11 +146,16 @@ class _LayerOptimizer:
         vars(self.optimizer).update(vars(optimizer))
         drop_step_hooks(self.optimizer)
         self._hooks = {name: value for name, value in vars(self.optimizer).items() if name.endswith("_hooks")}
-        self._groups: dict[int, dict[str, Any]] = {}
+        self.release()
 
     def has(self, masters: Iterable[torch.Tensor]) -> bool:
         """Whether it has all of `masters`."""
         return self.members.keys() >= {*masters}
+
+    def release(self) -> None:
+        """Refer to no state: it lives longer than the step, in which state may be widened, and than state that is
+        replaced by what is loaded."""
+        self.optimizer.param_groups, self.optimizer.state = [], defaultdict(dict)
 
     def prepare(self, step: SplitStep, members: Sequence[_Member], state: defaultdict[torch.Tensor, Any]) -> None:
         """Give it the hyper-parameters of a step, those of its parameters that are updated, and their state."""
@@ -405,6 +410,7 @@ class _PartRun:
             members = [*self._others, *(member for member, _ in self._updates)] if self._is_seen else self._others
             self._layer.prepare(step, sorted(members, key=lambda member: member.place), state)
         step.call(self._layer.optimizer, self._make)
+        self._layer.release()
         for member in self._others:
             member.stand_in.grad = None
             self._take_state(member, state.get(member.stand_in))

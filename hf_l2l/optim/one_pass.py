@@ -4,9 +4,9 @@ It takes the place of the step of torch's Adam, AdamW and SGD, and of `Lamb`, fo
 with `fused=True`, whose bits it has; and of others if moments are kept in fewer bits, since no step of torch's has
 those bits. It is compiled (`kernels`). Where numba cannot be imported, or its results on a few elements are not those
 of torch on this machine, torch's own functional steps run on chunks that a cache holds (`chunked_pass`): the same
-bits, at up to four times the time.
+bits, at several times the time.
 
-    factor x gradient (fp32, bf16, fp16)  ->  master, moments (fp32, bf16)  ->  copy (bf16, fp16)
+    factor x gradient (fp32, bf16, fp16)  ->  master, moments (fp32, bf16, 8 bits)  ->  copy (bf16, fp16)
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ is rounded has more arithmetic for fewer bytes."""
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
-WITHOUT_NUMBA = (
-    "the optimizer's update on the host is not compiled, and takes up to four times as long ({why}); {remedy}"
-)
+WITHOUT_NUMBA = "the optimizer's update on the host is not compiled, and takes several times as long ({why}); {remedy}"
 
 
 class Kind(NamedTuple):
@@ -299,7 +297,7 @@ def update_compiled(kernel: Callable[..., None], form: Form, rows: Sequence[_Row
     ).reshape(-1, 3)
     tensors = np.array([_addresses(row, size) for row, size in zip(rows, sizes, strict=True)], dtype=np.int64)
     keys = np.array([row.update.keys for row in rows], dtype=np.uint32)
-    first, *rest = rows
+    first = rows[0]
     moments = [each.dtype for each in first.moments] + [None, None]
     gradient, copy = first.update.gradient.dtype, None if first.update.copy is None else first.update.copy.dtype
     numbers = np.array([row.numbers for row in rows])

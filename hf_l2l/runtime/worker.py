@@ -217,8 +217,7 @@ _HELPED = _Helped()
 
 def together(call: Callable[[], None], most: int) -> None:
     """Run `call` on all threads of the worker that this thread belongs to, on `most` of them at most, and wait for
-    them; on this thread, if there are no others. The calls share out the work among themselves, and hold no lock of
-    Python while they do."""
+    them; on this thread, if there are no others. The calls share out the work among themselves."""
     helpers = _HELPED.helpers
     count = 1 if helpers is None else min(helpers.count, most)
     if helpers is None or count == 1:

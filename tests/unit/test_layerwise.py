@@ -525,3 +525,15 @@ def test_each_part_has_the_hyper_parameters_of_the_step(lr):
         split.run([p])
     assert [p.tolist() for p in parameters] == [[0.5, 0.5]] * 4
     assert (group["lr"], group["factors"], group["momentum"]) == (100.0, [1.0], 0)
+
+
+def test_state_that_is_replaced_is_kept_by_nothing():
+    """Layers have optimizers that live longer than a step."""
+    p = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adagrad([p])
+    layers = LayerOptimizers(optimizer)
+    SplitStep(layers, {p: torch.ones(4)}).run([p])
+    before = weakref.ref(optimizer.state[p]["sum"])
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    gc.collect()
+    assert before() is None
