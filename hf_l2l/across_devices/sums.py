@@ -51,7 +51,8 @@ class DeviceSums:
         self._group = distributed.new_group(backend=backend, timeout=timedelta(seconds=MEETS_WITHIN_S))
         self._group.set_timeout(NO_LIMIT)
         self._others = [rank for rank in team.near if rank != team.rank]
-        self._adding, self._leaving = stream.Lane(device, stream.PEER), stream.Lane(device, "download")
+        self._adding = stream.Lane(device, stream.PEER, runs_kernels=True)
+        self._leaving = stream.Lane(device, "download")
         self._ends = partial(_end_calls, self._group)
         team.peers.state.far_calls.append(self._ends)
 

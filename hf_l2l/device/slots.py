@@ -67,6 +67,8 @@ class _WeightSlot(_Slot):
         self.uses: list[int] = []
         """What they have counted as uses by then, if the weights are a copy that stays."""
         self.uploaded: stream.Point | None = None
+        self.sources: list[torch.Tensor] = []
+        """What they were uploaded from."""
         self.stage = Stage()
         self._on_gradient = on_gradient
         self._leaves: WeakKeyDictionary[MasterUnit, _Leaves] = WeakKeyDictionary()
@@ -169,6 +171,15 @@ class WeightSlots:
         for slot in (*self.slots, *self._kept.values()):
             stream.wait(slot.uploaded, wait_reasons.MASTERS_READ, host=True)
 
+    def leave_reading(self) -> None:
+        """A forward is over whose backward may follow: let those who write to masters wait for the uploads."""
+        for slot in (*self.slots, *self._kept.values()):
+            unit = slot.unit
+            if unit is None:  # an upload that has failed
+                stream.wait(slot.uploaded, wait_reasons.MASTERS_READ, host=True)
+            else:
+                self.copies.leave_reading(unit.masters, slot.uploaded, slot.sources)
+
     def _holding(self, unit: MasterUnit) -> _WeightSlot | None:
         for slot in [self._own_slot(unit)] if unit.place.keeps_weights else self.slots:
             if slot.unit is unit and slot.is_current():
@@ -193,6 +204,7 @@ class WeightSlots:
             stage, slot = slot.stage, _WeightSlot(unit.layout.num_bytes, self.device, self._on_gradient)
             self.slots[-1], slot.stage = slot, stage
         slot.unit = None  # until all copies have been submitted
+        slot.sources = sources.tensors
         slot.versions = unit.versions()
         if unit.place.keeps_copy:
             slot.uses = [master.uses for master in unit.masters]

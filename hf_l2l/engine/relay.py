@@ -386,7 +386,12 @@ class Relay:
         self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
         tell_idle(self.devices, len(root.layer_calls), len(self.eps.masters.layer_units))
         self.stash.transit.forget_reserved()
-        self.settle()
+        if root.anchor is None:
+            self.settle()
+        else:
+            self._settle_copies()
+            for slots in self._weight_slots():
+                slots.leave_reading()
         for at in self.devices:
             at.forget_given()
             if at.weight_slots is not None and self.eps.masters.is_changed_for_call:

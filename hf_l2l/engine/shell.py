@@ -43,8 +43,11 @@ from hf_l2l.runtime.tensors import leaves_of, parts_of, to_device
 class _Uploads:
     """The uploads of the weights of one call. It refers to no device tensor, so each is freed with its last use."""
 
-    def __init__(self, unit: MasterUnit, copies: Copies, lane: stream.Lane, *, keeps_copies: bool = False) -> None:
-        self._unit, self._copies, self._lane, self._keeps_copies = unit, copies, lane, keeps_copies
+    def __init__(
+        self, unit: MasterUnit, copies: Copies, lane: stream.Lane, *, keeps_copies: bool, makes_graph: bool
+    ) -> None:
+        self._unit, self._copies, self._lane = unit, copies, lane
+        self._keeps_copies, self._makes_graph = keeps_copies, makes_graph
         self._compute = stream.current(lane.device)
         # The allocator may hand out memory that work on the compute stream still uses.
         self._allocated = stream.record(lane.device)
@@ -98,7 +101,7 @@ class _Uploads:
             self._used[number] = self.layer_calls
 
     def settle(self) -> None:
-        """Wait for all uploads that have begun; the call is over."""
+        """The call is over: end all uploads that have begun before anybody writes to what they read."""
         if not self._is_over:
             self._is_over = True
             for number, master in enumerate(self._unit.masters):
@@ -106,7 +109,10 @@ class _Uploads:
         last = next(reversed(self._ends.values()), None)
         # The memory of a weight that was not used after all is freed in the order of the compute stream.
         stream.wait(last, wait_reasons.WEIGHTS_UPLOADED)
-        stream.wait(last, wait_reasons.MASTERS_READ, host=True)
+        if self._makes_graph:
+            self._copies.leave_reading([self._unit.masters[number] for number in self._ends], last, self._sources)
+        else:
+            stream.wait(last, wait_reasons.MASTERS_READ, host=True)
         self._sources.clear()
 
 
@@ -162,7 +168,7 @@ class NonLayerWeights(DeviceWeights):
                 if not keeps_copies and there[unit.part_numbers[number][0]] is None:
                     leaf.register_post_accumulate_grad_hook(on_last_use)
         super().__init__(unit, leaves, lane.device, copies.precision)
-        self.uploads = _Uploads(unit, copies, lane, keeps_copies=keeps_copies)
+        self.uploads = _Uploads(unit, copies, lane, keeps_copies=keeps_copies, makes_graph=requires_grad)
         travels = [n for n, parts_of_it in enumerate(unit.part_numbers) if there[parts_of_it[0]] is None]
         self._small = [number for number in travels if not unit.masters[number].is_large]
         self._large = [number for number in travels if unit.masters[number].is_large]

@@ -1,18 +1,23 @@
 """Gradient sums: their download from the device to `p.grad`, and their norms.
 
-Downloads are overlapped with the computation of the next layer; the end of `backward()` waits for the last of them.
-Norms are computed on the device, where memory is fast, and again on the host if a gradient is used in between.
+Downloads are overlapped with the computation of the next layer. Norms are computed on the device, where memory is
+fast, and again on the host if a gradient is used in between. They travel before their gradients: the end of
+`backward()` waits for the last norm, and a gradient that is still being downloaded then, as that of an embedding, is
+waited for at the first use of its values, which mostly is its update.
 Clipping gives the same bits as `torch.nn.utils.clip_grad_norm_`: the norm is computed first; a gradient may be scaled
 at its next use, which mostly is the update of the weights in the background.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.compat import leaf_variable, without_interception
@@ -41,6 +46,61 @@ _CHUNK = 2**20  # elements of a host sum that are on the device at once while a 
 ROUNDED_AT_ONCE = 2**23  # elements of a sum that are on the device in 16 bits at once
 
 
+class _Download(NamedTuple):
+    """A copy of a sum from the device to the host, in pieces if it is rounded."""
+
+    on_host: torch.Tensor
+    on_device: torch.Tensor
+    """As many elements; both have one dimension. The host may have them in 16 bits."""
+
+    def _rounded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Pieces on the host, on the device, and rounded on the device; one of the last kind exists at a time."""
+        pieces = self.on_host.split(ROUNDED_AT_ONCE), self.on_device.split(ROUNDED_AT_ONCE)
+        return ((place, wide, wide.to(place.dtype)) for place, wide in zip(*pieces, strict=True))
+
+    def round(self) -> None:
+        """Give the sum on the device the values that the host will have."""
+        if self.on_host.dtype != self.on_device.dtype:
+            for _, wide, rounded in self._rounded():
+                wide.copy_(rounded)
+
+    def start(self) -> None:
+        """Submit the copy to the current stream."""
+        if self.on_host.dtype == self.on_device.dtype:
+            self.on_host.copy_(self.on_device, non_blocking=True)
+        else:
+            for place, _, rounded in self._rounded():
+                place.copy_(rounded, non_blocking=True)
+
+
+class _LateSum(NamedTuple):
+    """A sum in `p.grad` that is still being downloaded."""
+
+    total: torch.Tensor
+    """Kept, so that its memory is not freed before."""
+    landed: stream.Point
+    handle: RemovableHandle
+    """The hook of autograd's node for the parameter, which waits for it: a graph that was made before may add to it,
+    and does not ask what is pending. A graph that is made later uses the parameter, which is held for its master."""
+
+    @classmethod
+    def of(cls, master: Master, total: torch.Tensor, landed: stream.Point) -> _LateSum:
+        """The record of a sum that whoever uses it must wait for."""
+        wait = partial(stream.wait, landed, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+        with without_interception():  # which is no use of the values
+            handle = get_gradient_edge(master.parameter).node.register_prehook(lambda *_: wait())
+        master.landing = landed
+        return cls(total, landed, handle)
+
+
+def _end_landing(late: list[_LateSum]) -> None:
+    """Wait for these sums."""
+    for _, landed, handle in late:
+        stream.wait(landed, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+        handle.remove()
+    late.clear()
+
+
 class Gradients:
     """Receives the gradient sums of one model and holds them in `p.grad`."""
 
@@ -56,17 +116,23 @@ class Gradients:
         self.device = device
         self.masters = masters
         self.memory = memory
-        self.lane = stream.Lane(device, "download")
+        self.lane = self._new_lane(device)
         """Of the first device."""
-        self._lanes = {device: self.lane, **{each: stream.Lane(each, "download") for each in others}}
+        self._lanes = {device: self.lane, **{each: self._new_lane(each) for each in others}}
         """Of each device that layers run on."""
         self.adds_apart = self.lane.is_stream
         """Whether autograd must not add to sums: they are being downloaded, or other processes have them, too."""
         self.backwards = backwards
-        self._arriving: list[Master] = []
-        """Masters whose sums are being downloaded in this backward."""
+        self._arriving: dict[Master, stream.Point | None] = {}
+        """Masters whose sums are being downloaded in this backward -> the points after which they have been; None for
+        those that stay on the device."""
         self._norms: list[tuple[list[Master], torch.Tensor]] = []
         """Masters, and the norms of their sums: host tensors, which are complete when this backward is over."""
+        self._norms_sent: dict[torch.device, stream.Point | None] = {}
+        """Device -> the point after which all norms that it has sent are on the host."""
+        self._late: list[_LateSum] = []
+        """Sums in `p.grad` that were being downloaded at the end of the last backward."""
+        weakref.finalize(self, _end_landing, self._late)
         self.norm_memory = SmallTensors(memory, "norms of gradients")
         self._task: int | None = None
         """The backward that `_held` belongs to."""
@@ -77,6 +143,10 @@ class Gradients:
         which uses a master directly, and those of resident masters that cannot be added element by element."""
         self._handles: list[RemovableHandle] = []
         backwards.call(at_end=self._publish, at_failure=self._discard)
+
+    @staticmethod
+    def _new_lane(device: torch.device) -> stream.Lane:
+        return stream.Lane(device, "download", runs_kernels=True)  # which add, round and take norms
 
     def lane_of(self, device: torch.device) -> stream.Lane:
         """The lane that downloads gradients from one of several devices."""
@@ -108,14 +178,29 @@ class Gradients:
             for point in others:  # gradients of the same master come from several devices
                 stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, on=device)
             with stream.span(device, "norm" if sums and sums[0][0].is_resident else "download", of):
-                if unit is not None and flat is not None and self._receive_layer(sums, unit, flat):
-                    totals = sums
+                whole = None if unit is None or flat is None else self._received_layer(sums, unit, flat)
+                if whole is not None:
+                    totals, downloads = sums, [whole]
                 else:
                     stream.keep_until_done(device, map(itemgetter(1), sums))
-                    received = [(master, self._receive(master, gradient)) for master, gradient in sums]
+                    received = [(master, self._received(master, gradient)) for master, gradient in sums]
                     totals = [(master, total) for master, total in received if total is not None]
+                    downloads = [
+                        _Download(elements(m.arriving), elements(total))
+                        for m, total in totals
+                        if m.arriving is not None and not m.is_resident
+                    ]
+                for each in downloads:
+                    each.round()  # first: the norms must be those of the rounded values on the host
             with stream.span(device, "norm", of):
                 self._send_norms(totals)
+                self._norms_sent[device] = stream.record(device)
+            if downloads:
+                with stream.span(device, "download", of):
+                    for each in downloads:
+                        each.start()
+                landed = stream.record(device)
+                self._arriving.update((m, landed) for m, _ in totals if not m.is_resident)
 
     @staticmethod
     def _adds(sums: Sums) -> bool:
@@ -126,6 +211,7 @@ class Gradients:
         """Hold every gradient that the backward `task` may add to, until it is over: after a failure, the program must
         not use them before torch's thread for the device has left the backward, too."""
         self._task = task
+        self.end_landing()
         with without_interception():
             gradients = [p.grad for p in self.masters.parameters if p.requires_grad and p.grad is not None]
         for gradient in gradients:
@@ -162,41 +248,35 @@ class Gradients:
         self._added_at_end.append((master, gradients[0]))
         return (None,)
 
-    def _receive_layer(self, sums: Sums, unit: MasterUnit, flat: torch.Tensor) -> bool:
-        """Start to download all gradients of a layer in one copy, on the lane.
+    def _received_layer(self, sums: Sums, unit: MasterUnit, flat: torch.Tensor) -> _Download | None:
+        """The download of all gradients of a layer in one copy.
 
         Returns:
-            False if that is not possible: a parameter has a gradient from before, to which this one is added, or the
+            None if that is not possible: a parameter has a gradient from before, to which this one is added, or the
             program still holds the host memory of an earlier one.
         """
         block = unit.gradient_block
         rooms = [master.gradient_room for master, _ in sums]
         flat_on_host = None if block is None or len(rooms) != len(block.layout.pieces) else block.flat
         if block is None or flat_on_host is None or not all([room is not None and room.is_free for room in rooms]):
-            return False
+            return None
         if any([master.arriving is not None or master.parameter.grad is not None for master, _ in sums]):
-            return False
+            return None
         for (master, _), room, piece in zip(sums, rooms, block.layout.pieces, strict=True):
             assert room is not None, "checked above"
             master.arriving = room.tensor_of(piece)
-            self._arriving.append(master)
+            self._arriving[master] = None
         stream.keep_until_done(flat.device, [flat])
-        dtype = block.layout.pieces[0].dtype
         if not unit.gradients_are_rounded:
-            flat_on_host.copy_(flat, non_blocking=True)
-            return True
-        places = flat_on_host.view(dtype).split(ROUNDED_AT_ONCE)
-        for place, wide in zip(places, flat.view(sums[0][1].dtype).split(ROUNDED_AT_ONCE), strict=True):
-            rounded = wide.to(dtype)
-            place.copy_(rounded, non_blocking=True)
-            wide.copy_(rounded)  # for the norms, which must be those of the rounded values on the host
-        return True
+            return _Download(flat_on_host, flat)
+        return _Download(flat_on_host.view(block.layout.pieces[0].dtype), flat.view(sums[0][1].dtype))
 
-    def _receive(self, master: Master, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Start to download one gradient, on the lane; an existing sum is added to it on the device first.
+    def _received(self, master: Master, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Take one gradient, on the lane: an existing sum is added to it on the device.
 
         Returns:
-            The sum, on the device; None if the gradient could not be added like that, and is added to `p.grad`.
+            The sum, on the device, which is to be downloaded to `master.arriving`; None if the gradient could not be
+            added like that, and is added to `p.grad`.
         """
         if master.is_resident:
             return self._receive_resident(master, gradient)
@@ -208,22 +288,15 @@ class Gradients:
             self._publish(in_backward=True)
             self._add_to_grad(master, gradient.to(stream.HOST))
             return None
-        if master.arriving is None:
-            self._arriving.append(master)
+        self._arriving.setdefault(master)
         if total is None:
-            master.arriving = total = self.memory.gradient_like(master)
+            master.arriving = self.memory.gradient_like(master)
         else:
             if total is grad:
                 self._hold(total)  # it may have become p.grad after the backward began
             master.arriving = total
             for new, held in zip(elements(gradient).split(_CHUNK), elements(total).split(_CHUNK), strict=True):
                 new.add_(held.to(gradient.device, non_blocking=True))
-        if total.dtype == gradient.dtype:
-            total.copy_(gradient, non_blocking=True)
-        else:
-            rounded = gradient.to(total.dtype)
-            total.copy_(rounded, non_blocking=True)
-            gradient.copy_(rounded)  # for its norm, which must be the norm of the rounded values on the host
         return gradient
 
     def _receive_resident(self, master: Master, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -235,8 +308,7 @@ class Gradients:
         if not is_plain or (total is not None and not is_like(total, like, gradient.device)):
             self._added_at_end.append((master, gradient))
             return None
-        if master.arriving is None:
-            self._arriving.append(master)
+        self._arriving.setdefault(master)
         if total is None:
             total = gradient
         else:
@@ -288,16 +360,17 @@ class Gradients:
                 p.grad = None
                 taken.append((master, total))
         among = {master for master, _ in taken}
-        self._arriving = [master for master in self._arriving if master not in among]
+        self._arriving = {master: landed for master, landed in self._arriving.items() if master not in among}
         for alike, on_host in self._norms:
             norms.update((m, norm) for m, norm in zip(alike, on_host.unbind(), strict=True) if m in among)
         return taken, norms, self._submitted()
 
     @torch.no_grad()
     def _publish(self, *, in_backward: bool = False) -> None:
-        """Wait for the downloads of this backward so far, and add the sums to `p.grad`."""
+        """Wait for the norms of this backward so far, and add the sums to `p.grad`. A sum that is all of its `p.grad`
+        may still be downloaded then."""
         norms, self._norms = self._norms, []
-        arrived, self._arriving = self._arriving, []
+        arrived, self._arriving = self._arriving, {}
         added: list[tuple[Master, torch.Tensor]] = []
         if not in_backward:
             added, self._added_at_end = self._added_at_end, []
@@ -312,27 +385,37 @@ class Gradients:
         with without_interception():
             totals = [(m, total) for m in arrived if (total := m.arriving) is not None]
             new = [(m, total) for m, total in totals if m.parameter.grad is None and total.dtype == m.dtype]
-            known: list[tuple[torch.Tensor, Pending]] = [
-                (total, PendingSum(norm_of_each.pop(m), total._version))
+            known = {
+                m: PendingSum(norm_of_each.pop(m), total._version)
                 for m, total in new
                 if m in norm_of_each and m not in shared
-            ]
+            }
         assert len(totals) == len(arrived), "a sum that is being downloaded has its memory"
-        for point in self._submitted() if arrived or norms else ():
-            stream.wait(point, wait_reasons.ALL_GRADIENTS_DOWNLOADED, host=True)
+        for point in self._norms_sent.values():
+            stream.wait(point, wait_reasons.NORMS_DOWNLOADED, host=True)
+        self._norms_sent.clear()
         for vector, (_, on_host) in zip(kept, norms, strict=True):
             vector.copy_(on_host)
         self.norm_memory.drop()
         self._let_go()
+        if in_backward:
+            self._wait_until_landed(arrived.values())
+        else:
+            self._wait_until_landed(landed for m, landed in arrived.items() if m not in known)
+            self._land_later([(m, t, landed, known[m]) for m, t in new if m in known and (landed := arrived[m])])
         with without_interception():
             for master, total in new:
                 if master.parameter.grad is None:  # a thread of autograd may have set it while this one waited
                     master.parameter.grad = total
+            pending: list[tuple[torch.Tensor, Pending]] = []
             for master, total in totals:
                 master.arriving = None
-                if master.parameter.grad is not total:
-                    shared.update([master] if master.parameter.grad is not None else [])
-                    self._add_to_grad(master, total)
+                if master.parameter.grad is total:
+                    pending += [(total, known[master])] if master in known else []
+                    continue
+                shared.update([master] if master.parameter.grad is not None else [])
+                self._wait_until_landed([arrived[master]])
+                self._add_to_grad(master, total)
             for master, gradient in added:
                 self._add_to_grad(master, gradient)
             for master, norm in norm_of_each.items():
@@ -340,8 +423,33 @@ class Gradients:
                 if grad is None:  # an eager update has used the gradient in this backward
                     master.taken_norm = norm
                 elif master not in shared:
-                    known.append((grad, PendingSum(norm, grad._version)))
-            hold_all(known)
+                    pending.append((grad, PendingSum(norm, grad._version)))
+            hold_all(pending)
+
+    @staticmethod
+    def _wait_until_landed(points: Iterable[stream.Point | None]) -> None:
+        """Wait until sums are on the host."""
+        for point in dict.fromkeys(points):
+            stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+
+    def _land_later(self, sums: Iterable[tuple[Master, torch.Tensor, stream.Point, PendingSum]]) -> None:
+        """Let those of these sums that are not on the host yet be waited for by whoever uses them first."""
+        is_there: dict[stream.Point, bool] = {}
+        for master, total, landed, pending in sums:
+            if landed not in is_there:
+                is_there[landed] = stream.is_reached(landed)
+            if is_there[landed]:
+                continue
+            if not (master.can_be_held and can_hold(total)):
+                self._wait_until_landed([landed])
+                continue
+            pending.landed = landed
+            self._late.append(_LateSum.of(master, total, landed))
+            hold(master.parameter, master)
+
+    def end_landing(self) -> None:
+        """Wait for the sums of earlier backwards: their memory may be given to other sums, or be freed."""
+        _end_landing(self._late)
 
     def _add_to_grad(self, master: Master, gradient: torch.Tensor) -> None:
         """Add `gradient` (on the host) to `p.grad`, or set it; to be called under `without_interception`."""
@@ -368,6 +476,7 @@ class Gradients:
         for master in self._arriving:
             master.arriving = None
         self._arriving.clear()
+        self._norms_sent.clear()
         self._added_at_end.clear()
         self._norms.clear()
         self.norm_memory.drop()

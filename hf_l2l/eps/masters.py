@@ -19,7 +19,7 @@ from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
 from hf_l2l.model.units import LARGE, InModel, LayerUnit, parameters_in
 from hf_l2l.optim.layer_optimizers import gradient_hook_error
-from hf_l2l.runtime import stream
+from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
 from hf_l2l.runtime.observer import NON_LAYER
 from hf_l2l.runtime.tensors import on_meta, parts_of
@@ -71,6 +71,8 @@ class Master(Pending):
         self.arriving: torch.Tensor | None = None
         """The host tensor that its gradient sum is downloaded into. At the end of this backward it becomes `p.grad`,
         or is added to that, or it is `p.grad` already."""
+        self.landing: stream.Point | None = None
+        """The point after which the last sum in `p.grad` that a backward did not wait for is on the host."""
         self.taken_norm: torch.Tensor | None = None
         """The norm (0-dim, host) of a gradient that an eager update took before it was in `p.grad`."""
         self.calls, self.arrivals = 0, 0
@@ -89,6 +91,9 @@ class Master(Pending):
         """Whether the device has a copy that was made after the last of them."""
         self.device_copy: tuple[torch.Tensor, int, int] | None = None
         """Of one in no layer: that copy, in the dtype of the device, with `uses` and version when it was made."""
+
+        self.read_until: stream.Point | None = None
+        """The point after which its last upload that a forward did not wait for is over."""
 
         self.copy_room: Room | None = None
         """Page-locked memory for the copy."""
@@ -145,11 +150,19 @@ class Master(Pending):
         """Using the values waits until the update is done. The use may be a write that does not change the version (a
         fused optimizer, or `.data`), so the copy must be renewed after it."""
         self.before_look(tensor)
+        landing, self.landing = self.landing, None
+        stream.wait(landing, wait_reasons.GRADIENT_DOWNLOADED, host=True)  # autograd may add to it in this graph
+        self.wait_until_read()  # the use may be a write
         secure([self])
         self.is_changing()
         self.copy_is_right = False
         if not self.guards_grad:
             let_go(tensor, self)
+
+    def wait_until_read(self) -> None:
+        """Wait for an upload of it that a forward has not waited for."""
+        read_until, self.read_until = self.read_until, None
+        stream.wait(read_until, wait_reasons.MASTERS_READ, host=True)
 
     def is_changing(self) -> None:
         """Its values may become others: no copy that the device has is right from now on."""

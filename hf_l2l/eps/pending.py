@@ -15,7 +15,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -258,6 +258,8 @@ class PendingSum(Pending):
         """Version of the sum when its norm was computed: writes by autograd itself are not intercepted."""
         self.factor = factor
         self.arrives_at = arrives_at
+        self.landed: stream.Point | None = None
+        """The point after which the sum is on the host; None if it is, or if a backward will tell."""
         self.may_be_scaled = factor is None and arrives_at is None
 
     def before_values(self, tensor: torch.Tensor) -> None:
@@ -266,6 +268,7 @@ class PendingSum(Pending):
                 self.arrives_at.wait()
                 return
             self.arrives_at.wait_for_failed()  # the backward has failed, and the program continues
+        stream.wait(self.landed, wait_reasons.GRADIENT_DOWNLOADED, host=True)
         with SCALING:  # another thread may use the gradient at the same time
             factor, self.factor = self.factor, None
             if factor is not None:
@@ -277,7 +280,7 @@ class PendingSum(Pending):
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The current norm of one gradient, computed in `dtype`: a 0-dim tensor where the gradient is."""
     pending = pending_of(gradient)
-    if isinstance(pending, PendingSum) and pending.norm is None:
+    if isinstance(pending, PendingSum) and (pending.norm is None or pending.landed is not None):
         settle(gradient)
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=None if values.dtype == dtype else dtype)
@@ -341,18 +344,30 @@ def downloaded(norms: list[torch.Tensor]) -> list[torch.Tensor]:
     return [norm if norm.device == stream.HOST else next(copies[norm.device]) for norm in norms]
 
 
-def taken_factors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[torch.Tensor, torch.Tensor]:
-    """Parameter -> the factor that is pending for its gradient, for pairs of parameter and gradient. The gradients are
-    let go, so the caller must scale them."""
+class Taken(NamedTuple):
+    """What was pending for gradients, and whoever has taken them must do."""
+
+    factors: dict[torch.Tensor, torch.Tensor]
+    """Parameter -> what its gradient must be multiplied by (0-dim, on the host)."""
+    landed: list[stream.Point]
+    """The points after which the gradients are on the host, if they are not yet."""
+
+
+def taken(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Taken:
+    """What is pending for gradients, for pairs of parameter and gradient. The gradients are let go."""
     factors: dict[torch.Tensor, torch.Tensor] = {}
+    landed: dict[stream.Point, None] = {}
     held = []
     for parameter, gradient in pairs:
         if (pending := gradient.__dict__.get("_l2l_pending")) is not None:
             held.append((gradient, pending))
-        if isinstance(pending, PendingSum) and pending.factor is not None:
-            factors[parameter] = pending.factor
+        if isinstance(pending, PendingSum):
+            if pending.factor is not None:
+                factors[parameter] = pending.factor
+            if pending.landed is not None:
+                landed[pending.landed] = None
     let_go_all(held)
-    return factors
+    return Taken(factors, list(landed))
 
 
 _GRAD, _VERSION, _METADATA = "grad", "version", "metadata"

@@ -181,9 +181,15 @@ class EagerParamServer(ShownAsTable):
             self.updates.start_forward()
         self.timeline.start_forward()
         if self.lane.is_stream:
+            self._end_copies()  # of memory that is freed here
             self.memory.adopt()
             if torch.is_grad_enabled():
                 self.memory.take_gradients()
+
+    def _end_copies(self) -> None:
+        """Wait for copies that a forward or a backward has not waited for."""
+        self.copies.wait_for_reads()
+        self.gradients.end_landing()
 
     def refuse_group(self) -> None:
         """Raise ValueError if there is a process group of several, which was made after the model was attached."""
@@ -247,13 +253,14 @@ class EagerParamServer(ShownAsTable):
         all 16-bit copies of masters at their next use.
 
         Reading a parameter, saving, evaluating and the optimizer's `state_dict` wait by themselves. Call this before
-        reading `optimizer.state`, or a view or NumPy array of a weight that was made before the step. With `cmp`, also
-        call it after writing through such a view, so that the 16-bit copies are renewed.
+        reading `optimizer.state`, or a view or NumPy array of a weight that was made before the step, and before
+        writing through such a view. With `cmp`, also call it after writing, so that the 16-bit copies are renewed.
 
         Raises:
             Exception: the exception of an update that failed.
             EngineFailedError: if that exception has been raised before.
         """
+        self._end_copies()
         self.updates.synchronize()
         if self.saving is not None:
             self.saving.wait_for_values()
@@ -278,6 +285,7 @@ class EagerParamServer(ShownAsTable):
         # The first argument is the optimizer itself; accelerate passes None for a closure.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         self.updates.refuse_step(optimizer, has_closure=has_closure)
+        self.copies.wait_for_reads()
         if not self.may_step():
             for p in parameters_of(optimizer):
                 p.grad = None  # so that the optimizer changes nothing
@@ -392,6 +400,7 @@ class EagerParamServer(ShownAsTable):
         """Finish all updates, unwrap the optimizers and return them, and move the masters to ordinary memory."""
         if not self.updates.worker.has_failed:
             self.synchronize()
+        self._end_copies()  # of memory that is freed here
         self.ledger.release(self.memory_report())
         optimizers = self.updates.release()
         self.timeline.close()

@@ -28,7 +28,7 @@ from hf_l2l.eps.eager import EAGER_NEEDS_OPTIMIZER, EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, secure, settle, taken_factors
+from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, secure, settle, taken
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layer_optimizers import Part, SplitStep, parameters_of
 from hf_l2l.optim.layerwise_check import can_split, why_in_parts
@@ -311,14 +311,15 @@ class Updates:
                     check = partial(check_finite, unchecked, self.steps + 1, f"the update of {what}")
                     update = self._new_update(what, masters, optimizer, in_step)
                     part = step.part([m.parameter for m in masters])
-                    factors = taken_factors([(m.parameter, gradients[m]) for m in masters])
+                    factors, late = taken([(m.parameter, gradients[m]) for m in masters])
                     for master in masters:
                         master.update, master.guards_grad = update, in_step
                     Master.are_changing(masters)
                     hold_all([(m.parameter, m) for m in masters])
                     if in_step:
                         self.eager.begin(optimizer, masters)
-                    run = partial(carry_out, part, masters, factors, check, landed, update, self._copies)
+                    points = (*landed, *late)
+                    run = partial(carry_out, part, masters, factors, check, points, update, self._copies)
                     self.worker.submit(update.task, self.around(run, optimizer, masters), modes)
                     self._begun.append(update.task)
             if resident:
@@ -341,7 +342,7 @@ class Updates:
         # Large ones alone: an optimizer may need temporary memory for all that it updates at once.
         for what, masters in self.masters.parts(gradients):
             with without_interception():
-                factors = taken_factors((m.parameter, gradients[m]) for m in masters)
+                factors = taken((m.parameter, gradients[m]) for m in masters).factors
             with RaisedIn("the update of", what):
                 step.part([m.parameter for m in masters]).run(factors)
 

@@ -6,7 +6,8 @@ layer, for which the thread that drives the device then waits.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import weakref
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -70,6 +71,10 @@ class Copies:
         self._memory = memory
         self.uses: Uses | None = None
         """Told of masters that are about to be read: they may be on disk."""
+        self._read: list[tuple[stream.Point, list[torch.UntypedStorage]]] = []
+        """The ends of uploads that a forward has not waited for, and the memory that they read, which is not freed
+        before. (The tensors themselves would keep the model.)"""
+        weakref.finalize(self, _wait_for_reads, self._read)
 
     def of_unit(self, unit: MasterUnit, stage: Stage | None = None) -> Sources:
         """What is uploaded of `unit`; waits for updates.
@@ -149,6 +154,7 @@ class Copies:
     def _renewed(self, master: Master, dtype: torch.dtype) -> torch.Tensor:
         """Renew the copy of a master for which no update is under way; the master is held for it."""
         p = master.parameter
+        master.wait_until_read()
         if master.copy is None or master.copy.shape != p.shape:  # such as resized embeddings
             master.copy = self._memory.copy_like(master, dtype)
         master.copy.copy_(p)
@@ -156,6 +162,27 @@ class Copies:
         if master.copy_is_right:
             hold(p, master)
         return master.copy
+
+    def leave_reading(
+        self, masters: Sequence[Master], end: stream.Point | None, sources: Sequence[torch.Tensor]
+    ) -> None:
+        """A forward is over; uploads of `masters`, which read `sources`, go on until `end`. Only those who write to
+        these masters must wait for it: by `wait_for_reads`, or, if it is the program, by its use of a held master."""
+        if end is None or stream.is_reached(end):
+            return
+        there = [master for master in masters if not master.is_resident]
+        if not all([master.can_be_held for master in there]):
+            stream.wait(end, wait_reasons.MASTERS_READ, host=True)
+            return
+        with without_interception():
+            self._read.append((end, [source.untyped_storage() for source in sources]))
+        for master in there:
+            master.read_until = end
+        hold_all([(master.parameter, master) for master in there])
+
+    def wait_for_reads(self) -> None:
+        """Wait for the uploads that forwards have not waited for."""
+        _wait_for_reads(self._read)
 
     @staticmethod
     def stay(masters: Iterable[Master]) -> None:
@@ -224,6 +251,12 @@ class Copies:
                     if p not in written:
                         copy.copy_(p)
                     master.copy_version, master.copy_is_right = p._version, True
+
+
+def _wait_for_reads(read: list[tuple[stream.Point, list[torch.UntypedStorage]]]) -> None:
+    for end, _ in read:
+        stream.wait(end, wait_reasons.MASTERS_READ, host=True)
+    read.clear()
 
 
 def _travels_itself(part: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -162,9 +162,9 @@ class _AnyAccelerator:
         """`kind` is the type of the devices."""
         self._kind = kind
 
-    def Stream(self, *, device: torch.device) -> torch.Stream:
-        """A new stream."""
-        return torch.Stream(device=device)
+    def Stream(self, *, device: torch.device, priority: int = 0) -> torch.Stream:
+        """A new stream; a lower number is a higher priority."""
+        return torch.Stream(device=device, priority=priority)
 
     def Event(self, *, enable_timing: bool = False) -> torch.Event:
         """A new event."""
@@ -283,13 +283,16 @@ class Lane:
     """A stream beside the program's: for copies that are overlapped with computation, or, of the kind "compute", for
     what one of several devices computes."""
 
-    def __init__(self, device: torch.device, row: str, *, beside: bool = True) -> None:
+    def __init__(self, device: torch.device, row: str, *, beside: bool = True, runs_kernels: bool = False) -> None:
         """For copies of the kind `row`. With `beside` False, the lane is the compute stream itself, in which nothing
-        overlaps."""
+        overlaps. With `runs_kernels`, its kernels, which are short, go before those of the compute stream: behind
+        them, they and the copies after them would queue."""
         self.device = device
         self.row = row
         self._module = _streams(device)
-        self._stream = self._module.Stream(device=device) if beside and self._module is not None else None
+        self._stream = None
+        if beside and self._module is not None:
+            self._stream = self._module.Stream(device=device, priority=-1 if runs_kernels else 0)
         self.is_stream = self._module is not None
         """Whether anything can wait for it. If not, copies must not be asynchronous."""
 

@@ -16,7 +16,7 @@ import torch
 
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.masters import Master
-from hf_l2l.eps.pending import Update, hold_all, secure, taken_factors
+from hf_l2l.eps.pending import Update, hold_all, secure, taken
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layerwise_check import can_step_rows
 from hf_l2l.optim.optimizer_entry import OptimizerEntry
@@ -254,7 +254,7 @@ class RowUpdates:
                 layers = entry.layers
                 rows = (self.of(master) or [])[self._team.place]
                 step = RowsStep(optimizer, master.parameter, gradient, layers.places, rows, layers.one_pass)
-                factor = taken_factors([(master.parameter, gradient)]).get(master.parameter)
+                factor = taken([(master.parameter, gradient)]).factors.get(master.parameter)
                 task = RemoteTask(f"the update of {master.name}", self._team, self._worker, self._team.near)
                 update = Update(task, self._timeline, in_step=False)
                 made = RemoteUpdate(update, task, [master])

@@ -56,6 +56,7 @@ def test_the_slots_alone_stay_on_the_device_between_steps():
     eps = attach_l2l(model, L2LConfig(device="sim", ubatch_size=4))
     for _ in range(2):
         train_once(model, batch_for(model))
+        torch.sim.synchronize()  # the last gradients have left
         assert torch.sim.memory_allocated() == before + slots_of(model)
     assert all(t.device.type == "cpu" for t in [*model.parameters(), *model.buffers()])
     gc.disable()
@@ -78,6 +79,7 @@ def test_a_model_larger_than_the_device_trains():
     train_once(shallow, batch)
     enable_simulated_accelerator(torch.sim.max_memory_allocated() + slots_of(model) + 4096)
     del shallow
+    torch.sim.synchronize()  # its last gradients have left
     with pytest.raises(torch.OutOfMemoryError):
         train_once(plain.to("sim"), {k: v.to("sim") for k, v in batch.items()})
     del plain

@@ -37,7 +37,8 @@ WAITS = (
     wait_reasons.MASTERS_READ,
     wait_reasons.GRADIENTS_COMPUTED,
     wait_reasons.GRADIENT_SLOT_FREE,
-    wait_reasons.ALL_GRADIENTS_DOWNLOADED,
+    wait_reasons.NORMS_DOWNLOADED,
+    wait_reasons.GRADIENT_DOWNLOADED,
     wait_reasons.LAYER_GRADIENTS_DOWNLOADED,
     wait_reasons.FAILED_DOWNLOADS_FINISHED,
     wait_reasons.INPUT_COMPUTED,
@@ -386,9 +387,9 @@ def test_copies_run_beside_the_computation_with_the_same_bits(usual, without_str
         made.append("timed event" if enable_timing else "event")
         return torch.sim.Event(enable_timing=enable_timing)
 
-    def make_stream(*, device: torch.device) -> Any:
+    def make_stream(*, device: torch.device, priority: int) -> Any:
         made.append("stream")
-        return torch.sim.Stream(device)
+        return torch.sim.Stream(device, priority)
 
     accelerator = Like(torch.accelerator, current_stream=lambda device: torch.sim.current_stream(device))
     monkeypatch.setattr(stream, "torch", Like(torch, accelerator=accelerator, Event=make_event, Stream=make_stream))

@@ -94,15 +94,15 @@ def test_the_trace_shows_what_the_clock_shows(machine, tmp_path):
     layers = [f"blocks.{i}" for i in range(machine.layers)]
     backwards = layers[::-1]
     assert names["compute"] == [f"forward {each}" for each in layers] + [f"backward {each}" for each in backwards]
-    assert names["download"] == names["norm"] == backwards  # the norm of each layer leaves after its gradients
-    assert [start for _, start, _ in rows["norm"]] == pytest.approx([end for *_, end in rows["download"]])
+    assert names["download"] == names["norm"] == backwards  # the norm of each layer leaves before its gradients
+    assert [end for *_, end in rows["norm"]] == pytest.approx([start for _, start, _ in rows["download"]])
     assert len(rows["upload"]) == 2 * machine.layers - 2
     for lane in ("compute", "upload"):
         assert busy(rows[lane]) == pytest.approx(clock.busy(lane))
-    for lane, last in (("compute", "compute"), ("download", "norm")):
+    for lane, first in (("compute", "compute"), ("download", "norm")):
         tasks = [t for t in clock.tasks if t.lane == lane]
-        assert rows[lane][0][1] == pytest.approx(min(t.start for t in tasks), abs=1e-6)
-        assert rows[last][-1][2] == pytest.approx(max(t.end for t in tasks), abs=1e-6)
+        assert rows[first][0][1] == pytest.approx(min(t.start for t in tasks), abs=1e-6)
+        assert rows[lane][-1][2] == pytest.approx(max(t.end for t in tasks), abs=1e-6)
     assert rows["steps"] == [(rows["steps"][0][0], pytest.approx(0.0), pytest.approx(clock.end))]
     assert averages.step_s == pytest.approx(clock.end)
 
@@ -133,7 +133,7 @@ def test_waits_of_a_step_bound_by_the_link(tmp_path):
     assert averages.bound == "link"
     waits = [(name, round(end - start, 6)) for name, start, end in rows["waits"]]
     assert waits[:6] == [(wait_reasons.WEIGHTS_UPLOADED, seconds) for seconds in (4.0, *[2.0] * 5)]
-    assert waits[6] == (wait_reasons.ALL_GRADIENTS_DOWNLOADED, round(4.0 + norm_s, 6))
+    assert waits[6:8] == [(wait_reasons.NORMS_DOWNLOADED, round(norm_s, 6)), (wait_reasons.GRADIENT_DOWNLOADED, 4.0)]
     for _, start, end in rows["waits"]:
         assert all(e <= start + 1e-6 or s >= end - 1e-6 for _, s, e in rows["compute"])
 
@@ -250,7 +250,7 @@ def test_an_evaluation_that_runs_ahead_of_the_device_keeps_no_more_with_every_fo
 def test_what_is_wrong_with_the_device_is_said(monkeypatch):
     eps = attach_l2l(Stack(2), L2LConfig(device="sim", layer_classes=("Block",)))
     eps.timeline.watch()
-    eps.model(torch.randn(2, WIDTH, device="sim")).sum()
+    eps.model(torch.randn(2, WIDTH, device="sim")).sum().backward()
     monkeypatch.setattr(torch.sim.Event, "query", mock.Mock(side_effect=RuntimeError("an illegal memory access")))
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         eps.timeline.averages()

@@ -177,14 +177,43 @@ def test_a_layer_that_grows_after_attach_trains():
 @pytest.mark.parametrize("stash", ["host", *more("device")])
 def test_nothing_is_on_its_way_when_a_backward_to_an_intermediate_is_over(stash):
     """The model may go then, and its memory be handed out again."""
+    torch.sim.synchronize()  # the last gradients of an earlier test may still be on their way
     model = attached(tiny_bert(dropout=0.0), device="sim", stash=stash)
     outputs = model(**batch_for(model), output_hidden_states=True)
     torch.autograd.grad(outputs.loss, outputs.hidden_states[2])
-    assert not copies_under_way()
     del model, outputs
     settled_memory()
-    torch.sim.synchronize()
     assert not copies_under_way()
+
+
+def test_memory_of_a_model_that_goes_is_unlocked_when_its_last_gradients_have_arrived(monkeypatch):
+    """Its backward has not waited for them."""
+    torch.sim.synchronize()
+    under_way: list[int] = []
+    unlock = stream.page_unlock
+    monkeypatch.setattr(stream, "page_unlock", lambda *of: (under_way.append(copies_under_way()), unlock(*of)))
+    model = attached(tiny_bert(dropout=0.0), device="sim")
+    model(**batch_for(model)).loss.backward()
+    assert copies_under_way()
+    del model
+    settled_memory()
+    assert under_way and not any(under_way)
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_a_loss_of_a_master_adds_to_a_gradient_that_is_still_on_its_way(made):
+    """Autograd adds to it without asking, in a graph that was made before its backward or is made after it."""
+    model = tiny_bert(dropout=0.0)
+    plain, batch = copy.deepcopy(model), batch_for(model)
+    attached(model, device="sim")
+    for each in (model, plain):
+        weight = each.get_input_embeddings().weight
+        of_weight = (weight**2).sum() if made == "before" else None
+        each(**batch).loss.backward()
+        if each is model:
+            assert copies_under_way()
+        (of_weight if of_weight is not None else (weight**2).sum()).backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 # ---- errors in hooks of autograd, which run in a thread of torch's own
