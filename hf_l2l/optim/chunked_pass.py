@@ -12,11 +12,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_l2l.optim.eight_bits import BLOCK, read, write
-from hf_l2l.optim.forms import LAMB, Form, Numbers, ParameterUpdate
-from hf_l2l.optim.rounded_state import CHUNK, random_bits, round_to_bf16
+from hf_l2l.optim.forms import LAMB, Chunk, Form, ParameterUpdate
+from hf_l2l.optim.rounded_state import CHUNK, random_bits, random_halves, round_to_bf16
 from hf_l2l.runtime.worker import together
 
 SLICE = 2**17
@@ -28,47 +29,10 @@ LANES = 4096
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self.gradient, self.first, self.second = (torch.empty(CHUNK) for _ in range(3))
+        self.gradient, self.moments = torch.empty(CHUNK), torch.empty(2, CHUNK)
 
 
 _SCRATCH = _Scratch()
-
-
-class _Moments:
-    """The moments of one chunk, in fp32: where they are, or widened."""
-
-    def __init__(
-        self,
-        kept: Sequence[torch.Tensor],
-        exponents: Sequence[torch.Tensor],
-        start: int,
-        stop: int,
-        update: ParameterUpdate,
-    ) -> None:
-        self._kept = [each[start:stop] for each in kept]
-        self._exponents = [each[start // BLOCK : -(-stop // BLOCK)] for each in exponents]
-        self._start, self._update = start, update
-        self.wide = [self._widened(number, stop - start) for number in range(len(kept))]
-
-    def _widened(self, number: int, count: int) -> torch.Tensor:
-        kept, room = self._kept[number], (_SCRATCH.first, _SCRATCH.second)[number][:count]
-        if kept.dtype == torch.float32:
-            return kept
-        if kept.dtype == torch.bfloat16:
-            return room.copy_(kept)
-        read(kept.numpy(), self._exponents[number].numpy(), signed=number == 0, out=room.numpy())
-        return room
-
-    def keep(self) -> None:
-        """Round them to where they are kept."""
-        if all(each.dtype == torch.float32 for each in self._kept):
-            return
-        drawn = random_bits(self._start, self._kept[0].numel(), self._update.keys)
-        for number, (wide, kept) in enumerate(zip(self.wide, self._kept, strict=True)):
-            if kept.dtype == torch.bfloat16:
-                round_to_bf16(wide, drawn, kept, upper=number == 1)
-            else:
-                write(wide.numpy(), drawn, kept.numpy(), self._exponents[number].numpy(), signed=number == 0)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,25 +40,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def update_in_chunks(
-    form: Form,
-    update: ParameterUpdate,
-    moments: Sequence[torch.Tensor],
-    step: float,
-    numbers: Numbers,
-    exponents: Sequence[torch.Tensor] = (),
-) -> None:
-    """Update one parameter.
-
-    Args:
-        form: the optimizer.
-        update: the parameter, its gradient, and what belongs to it.
-        moments: those of `form.moments` in its state.
-        step: the number of the step, from 1 on.
-        numbers: those of the step.
-        exponents: those of moments in 8 bits.
-    """
-    chunks = _Chunks(form, update, moments, exponents, step, numbers)
+def update_in_chunks(form: Form, update: ParameterUpdate) -> None:
+    """Update one parameter of an optimizer of this form."""
+    if form.counts:
+        update.state["step"].fill_(update.step)
+    chunks = _Chunks(form, update)
     if form.has_norms:
         chunks.find_size()
     starts = iter(range(0, update.master.numel(), CHUNK))
@@ -110,34 +60,50 @@ def update_in_chunks(
 class _Chunks:
     """The chunks of one parameter."""
 
-    def __init__(
-        self,
-        form: Form,
-        update: ParameterUpdate,
-        moments: Sequence[torch.Tensor],
-        exponents: Sequence[torch.Tensor],
-        step: float,
-        numbers: Numbers,
-    ) -> None:
-        self._form, self._update, self._step, self._numbers = form, update, step, numbers
+    def __init__(self, form: Form, update: ParameterUpdate) -> None:
+        self._form, self._update = form, update
         self._master, self._gradient = _flat(update.master), _flat(update.gradient)
         self._copy = None if update.copy is None else _flat(update.copy)
-        self._kept, self._exponents = [_flat(each) for each in moments], exponents
+        self._kept = [_flat(each) for each in update.moments]
 
-    def _opened(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, _Moments]:
-        """Masters, gradient times its factor, and moments."""
+    def _opened(self, start: int, stop: int) -> Chunk:
+        """A chunk with moments in fp32: where they are, or widened to memory of this thread."""
+        scratch, update = _SCRATCH, self._update
         # In two operations: one on two dtypes is not vectorized.
-        wide = _SCRATCH.gradient[: stop - start].copy_(self._gradient[start:stop]).mul_(self._update.factor)
-        return self._master[start:stop], wide, _Moments(self._kept, self._exponents, start, stop, self._update)
+        gradient = scratch.gradient[: stop - start].copy_(self._gradient[start:stop]).mul_(update.factor)
+        moments = []
+        for number, whole in enumerate(self._kept):
+            kept, room = whole[start:stop], scratch.moments[number, : stop - start]
+            if kept.dtype == torch.uint8:
+                exponents = update.exponents[number][start // BLOCK : -(-stop // BLOCK)]
+                read(kept.numpy(), exponents.numpy(), signed=number == 0, out=room.numpy())
+            moments.append(
+                kept if kept.dtype == torch.float32 else room if kept.dtype == torch.uint8 else room.copy_(kept)
+            )
+        return Chunk(self._master[start:stop], gradient, moments, update)
+
+    def _keep(self, start: int, stop: int, moments: Sequence[torch.Tensor]) -> None:
+        """Round the moments of a chunk to where they are kept."""
+        if not self._kept or self._kept[0].dtype == torch.float32:
+            return
+        kept = [whole[start:stop] for whole in self._kept]
+        if kept[0].dtype == torch.bfloat16:
+            halves = random_halves(start, stop - start, self._update.keys)
+            for wide, noise, short in zip(moments, halves, kept, strict=False):
+                round_to_bf16(wide, noise, short)
+            return
+        drawn = random_bits(start, stop - start, self._update.keys).numpy().view(np.uint32)
+        for number, (wide, codes) in enumerate(zip(moments, kept, strict=True)):
+            exponents = self._update.exponents[number][start // BLOCK : -(-stop // BLOCK)]
+            write(wide.numpy(), drawn, codes.numpy(), exponents.numpy(), signed=number == 0)
 
     def update(self, start: int, stop: int) -> None:
         """Update one chunk."""
-        master, gradient, moments = self._opened(start, stop)
-        args = (master, gradient, moments.wide, self._update, self._step, self._numbers)
-        self._form.step(*args, is_first=self._step == 1)
-        moments.keep()
+        chunk = self._opened(start, stop)
+        self._form.step(chunk)
+        self._keep(start, stop, chunk.moments)
         if self._copy is not None:
-            self._copy[start:stop].copy_(master)
+            self._copy[start:stop].copy_(chunk.master)
 
     def find_size(self) -> None:
         """The first pass of LAMB: the step size, from the norms of the weights and of what they are moved by."""
@@ -145,16 +111,15 @@ class _Chunks:
         lanes = torch.zeros(2, LANES, dtype=torch.float64)
         for start in range(0, self._master.numel(), CHUNK):
             stop = min(start + CHUNK, self._master.numel())
-            master, gradient, moments = self._opened(start, stop)
-            wide = [each.clone() for each in moments.wide]
-            direction = LAMB.direction(master, gradient, wide, self._numbers)
-            for lane, values in zip(lanes, (master, direction), strict=True):
+            chunk = self._opened(start, stop)
+            direction = LAMB.direction(chunk._replace(moments=[each.clone() for each in chunk.moments]))
+            for lane, values in zip(lanes, (chunk.master, direction), strict=True):
                 _add_squares(lane, values)
             if stop % SLICE == 0 or stop == self._master.numel():
                 sums.append(tuple(lane.cumsum(0)[-1].item() for lane in lanes))
                 lanes.zero_()
-        size = LAMB.size(self._update, *norms_of(sums))
-        self._numbers = (*self._numbers[:7], size, self._numbers[8])
+        update, size = self._update, LAMB.size(self._update.group, *norms_of(sums))
+        update.numbers = (*update.numbers[:7], size, update.numbers[8])
 
 
 def _add_squares(lanes: torch.Tensor, values: torch.Tensor) -> None:

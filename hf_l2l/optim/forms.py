@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,8 @@ _AT_ONCE = 2**20
 Numbers = tuple[float, float, float, float, float, float, float, float, float]
 
 
-class ParameterUpdate(NamedTuple):
+@dataclass(slots=True, eq=False)
+class ParameterUpdate:
     """The update of one parameter."""
 
     master: torch.Tensor
@@ -39,6 +41,24 @@ class ParameterUpdate(NamedTuple):
     """Of the same shape, bfloat16 or float16: gets the new values of the master; None if there is none."""
     keys: Keys
     """Those of its random bits in this step."""
+    moments: Sequence[torch.Tensor] = ()
+    """The tensors of its state that are like the parameter."""
+    exponents: Sequence[torch.Tensor] = ()
+    """Of moments in 8 bits."""
+    step: float = 0.0
+    """The number of this step, from 1 on."""
+    numbers: Numbers = (0.0,) * 9
+    """Those of this step."""
+
+
+class Chunk(NamedTuple):
+    """A part of a parameter in a step: tensors of one dimension, float32."""
+
+    master: torch.Tensor
+    gradient: torch.Tensor
+    """Multiplied by its factor."""
+    moments: Sequence[torch.Tensor]
+    update: ParameterUpdate
 
 
 class Form(Protocol):
@@ -57,21 +77,11 @@ class Form(Protocol):
     def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
         """The keys of the state's tensors that are like the parameter, the first with signs, the second without."""
 
-    def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
-        """What the kernel reads in step number `step`."""
+    def numbers(self, group: Mapping[str, Any], factor: float, step: float) -> Numbers:
+        """What the kernel reads in step number `step`, from 1 on, of a gradient that is multiplied by `factor`."""
 
-    def step(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        update: ParameterUpdate,
-        step: float,
-        numbers: Numbers,
-        *,
-        is_first: bool,
-    ) -> None:
-        """The same of a chunk of the parameter: tensors of one dimension, float32; the gradient is multiplied."""
+    def step(self, chunk: Chunk) -> None:
+        """The step of a chunk of a parameter."""
 
 
 def _are_numbers(*values: Any) -> bool:
@@ -96,12 +106,11 @@ class _Adam:
     def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
-    def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
-        group = update.group
+    def numbers(self, group: Mapping[str, Any], factor: float, step: float) -> Numbers:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         is_apart = group.get("decoupled_weight_decay", False)
         return (
-            -update.factor if group["maximize"] else update.factor,
+            -factor if group["maximize"] else factor,
             0.0 if is_apart else decay,
             1 - lr * decay if is_apart else 1.0,
             1 - beta1,
@@ -112,27 +121,17 @@ class _Adam:
             math.sqrt(1 - beta2**step),
         )
 
-    def step(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        update: ParameterUpdate,
-        step: float,
-        numbers: Numbers,
-        *,
-        is_first: bool,
-    ) -> None:
-        group = update.group
-        (beta1, beta2), (mean, square) = group["betas"], moments
+    def step(self, chunk: Chunk) -> None:
+        group = chunk.update.group
+        (beta1, beta2), (mean, square) = group["betas"], chunk.moments
         call = fused_adamw if group.get("decoupled_weight_decay", False) else fused_adam
         call(
-            [master],
-            [gradient],
+            [chunk.master],
+            [chunk.gradient],
             [mean],
             [square],
             [],
-            [update.state["step"]],
+            [chunk.update.state["step"]],
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -155,28 +154,18 @@ class _Sgd:
     def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
-        group = update.group
-        factor = -update.factor if group["maximize"] else update.factor
+    def numbers(self, group: Mapping[str, Any], factor: float, step: float) -> Numbers:
+        factor = -factor if group["maximize"] else factor
         momentum, weight = group["momentum"], 1 - group["dampening"]
-        flags = float(is_first), float(group["nesterov"])
+        flags = float(step == 1), float(group["nesterov"])
         return (factor, group["weight_decay"], -group["lr"], momentum, weight, *flags, 0.0, 0.0)
 
-    def step(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        update: ParameterUpdate,
-        step: float,
-        numbers: Numbers,
-        *,
-        is_first: bool,
-    ) -> None:
-        group = update.group
+    def step(self, chunk: Chunk) -> None:
+        group = chunk.update.group
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
         numbers_of_group = {name: group[name] for name in names}
-        fused_sgd([master], [gradient], [*moments], is_first_step=is_first and bool(moments), **numbers_of_group)
+        is_first = chunk.update.step == 1 and bool(chunk.moments)
+        fused_sgd([chunk.master], [chunk.gradient], [*chunk.moments], is_first_step=is_first, **numbers_of_group)
 
 
 class _Lamb:
@@ -190,13 +179,12 @@ class _Lamb:
     def moments(self, group: Mapping[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
-    def numbers(self, update: ParameterUpdate, step: float, *, is_first: bool) -> Numbers:
-        group = update.group
+    def numbers(self, group: Mapping[str, Any], factor: float, step: float) -> Numbers:
         beta1, beta2 = group["betas"]
         correction, root = 1 - beta1**step, math.sqrt(1 - beta2**step)
         # The step size is known after the first pass.
         return (
-            update.factor,
+            factor,
             group["weight_decay"],
             correction,
             1 - beta1,
@@ -207,27 +195,14 @@ class _Lamb:
             root,
         )
 
-    def step(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        update: ParameterUpdate,
-        step: float,
-        numbers: Numbers,
-        *,
-        is_first: bool,
-    ) -> None:
-        direction = self.direction(master, gradient, moments, numbers)
-        master.sub_(direction.mul_(numbers[7]))
+    def step(self, chunk: Chunk) -> None:
+        chunk.master.sub_(self.direction(chunk).mul_(chunk.update.numbers[7]))
 
     @staticmethod
-    def direction(
-        master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], numbers: Numbers
-    ) -> torch.Tensor:
+    def direction(chunk: Chunk) -> torch.Tensor:
         """What the parameter is moved by, before that is scaled: new memory. The moments become those of this step."""
-        _, decay, correction, weight, beta2, weight2, eps, _, root = numbers
-        mean, square = moments
+        master, gradient, (mean, square), update = chunk
+        _, decay, correction, weight, beta2, weight2, eps, _, root = update.numbers
         direction = torch.sub(gradient, mean).mul_(weight)
         mean.add_(direction)
         square.mul_(beta2).add_(torch.mul(gradient, weight2, out=direction).mul_(gradient))
@@ -241,10 +216,10 @@ class _Lamb:
         return direction
 
     @staticmethod
-    def size(update: ParameterUpdate, of_weights: float, of_directions: float) -> float:
+    def size(group: Mapping[str, Any], of_weights: float, of_directions: float) -> float:
         """The step size, from the norms of the weights, and of what they are moved by."""
         ratio = of_weights / of_directions if of_weights > 0 and of_directions > 0 else 1.0
-        return float(update.group["lr"]) * ratio
+        return float(group["lr"]) * ratio
 
 
 ADAM, SGD, LAMB = _Adam(), _Sgd(), _Lamb()

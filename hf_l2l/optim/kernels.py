@@ -143,7 +143,7 @@ def _bf16_of(x):
 def _draw(start, key, second_key, out):
     """32 random bits for each element from number `start` on of one parameter in one step, by the two keys of both.
 
-    `rounded_state.random_bits` computes the same with NumPy.
+    `rounded_state.random_bits` computes the same by torch.
     """
     for i in range(out.size):
         r = U(U(start + U(i)) + key)
@@ -504,7 +504,6 @@ def update(
     slices,
     tensors,
     numbers,
-    keys,
     width,
     master,
     gradient,
@@ -520,10 +519,10 @@ def update(
     Args:
         counter: the address of the number (int64) of the next slice; 0 at first.
         slices: int64, a row per slice: number of a row of the tables below, first element, and last one plus 1.
-        tensors: int64, a row per parameter: number of elements, and the addresses of master, gradient, moments,
-            exponents of both, and copy.
+        tensors: int64, a row per parameter: number of elements; the addresses of master, gradient, moments, exponents
+            of both, copy, and number of steps (float32, 0 if none is kept); the number that the last one gets; and the
+            two keys of its random bits.
         numbers: float64, a row per parameter: the numbers of the step.
-        keys: uint32, a row per parameter: the two keys of its random bits.
         width: elements of a vector of torch's kernels.
         master, gradient, first, second, first_exponents, second_exponents, copy: empty arrays with the dtypes of these
             tensors, None for those that there are not.
@@ -542,6 +541,9 @@ def update(
         m, v = _at(tensors[row, 3], size, first), _at(tensors[row, 4], size, second)
         e, f = _at(tensors[row, 5], size, first_exponents), _at(tensors[row, 6], size, second_exponents)
         c = _at(tensors[row, 7], size, copy)
+        if slices[number, 1] == 0 and tensors[row, 8] != 0:
+            _at(tensors[row, 8], 1, master)[0] = F(tensors[row, 9])
+        key, second_key = U(tensors[row, 10]), U(tensors[row, 11])
         of_step = (F(x[0]), F(x[1]), F(x[2]), F(x[3]), F(x[4]), F(x[5]), F(x[6]), F(x[7]), F(x[8]))
         whole, lanes = size - size % width, _lanes(sums)
         for begin in range(slices[number, 1], slices[number, 2], SPAN):
@@ -550,6 +552,6 @@ def update(
             opened, other = _opened(m, e, begin, end, a, True), _opened(v, f, begin, end, b, False)
             until = min(end, whole) - begin
             _step(block, _part(g, begin, end), opened, other, until, of_step, sums, lanes, begin % LANES)
-            _keep_both(opened, other, m, v, e, f, begin, end, keys[row, 0], keys[row, 1], drawn, sums)
+            _keep_both(opened, other, m, v, e, f, begin, end, key, second_key, drawn, sums)
             _copy(block, _part(c, begin, end), halves)
         _end_sums(lanes, sums, number)

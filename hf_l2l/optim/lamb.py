@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_l2l.optim.chunked_pass import update_in_chunks
-from hf_l2l.optim.forms import LAMB, ParameterUpdate
+from hf_l2l.optim.forms import LAMB, Chunk, ParameterUpdate
 
 
 class Lamb(torch.optim.Optimizer):
@@ -88,15 +88,15 @@ class Lamb(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
         step, moments = state["step"].item(), (state["exp_avg"], state["exp_avg_sq"])
-        update = ParameterUpdate(p, gradient, 1.0, {**group, "lr": float(group["lr"])}, state, None, (0, 0))
-        numbers = LAMB.numbers(update, step, is_first=step == 1)
+        of_numbers = {**group, "lr": float(group["lr"])}
+        update = ParameterUpdate(p, gradient, 1.0, of_numbers, state, None, (0, 0), moments, step=step)
+        update.numbers = LAMB.numbers(of_numbers, 1.0, step)
         if all(_is_of_the_host(tensor) for tensor in (p, gradient, *moments)):
-            # In chunks, with sums in their order: the bits of `one_pass`.
-            update_in_chunks(LAMB, update, moments, step, numbers)
+            update_in_chunks(LAMB, update)  # with sums in their order: the bits of `one_pass`
             return
-        change = LAMB.direction(p, gradient, moments, numbers)
+        change = LAMB.direction(Chunk(p, gradient, moments, update))
         norms = (torch.linalg.vector_norm(each, dtype=torch.float64).item() for each in (p, change))
-        p.sub_(change.mul_(LAMB.size(update, *norms)))
+        p.sub_(change.mul_(LAMB.size(of_numbers, *norms)))
 
 
 def _is_of_the_host(tensor: torch.Tensor) -> bool:

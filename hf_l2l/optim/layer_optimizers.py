@@ -16,7 +16,7 @@ import copy
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from types import FunctionType, MethodType
 from typing import Any
@@ -124,7 +124,7 @@ class _Member:
     def refresh(self, *, requires_grad: bool) -> None:
         """Make the stand-in anew if the program has given the master other memory."""
         master, own = self.master, self.stand_in
-        if own.data_ptr() != master.data_ptr() or own.shape != master.shape or own.stride() != master.stride():
+        if not own.is_set_to(master):
             self.stand_in = own = master.detach()
         if own.requires_grad != requires_grad:
             own.requires_grad_(requires_grad)
@@ -423,7 +423,7 @@ class _PartRun:
             assert one_pass is not None, "it has taken these updates"
             if self._is_seen:  # and changed, maybe
                 seen = [(each, m.stand_in.grad) for m, each in self._updates]
-                one_pass.run([each._replace(gradient=g, factor=1.0) for each, g in seen if g is not None])
+                one_pass.run([replace(each, gradient=g, factor=1.0) for each, g in seen if g is not None])
             else:
                 one_pass.run([update for _, update in self._updates])
             for member, update in self._updates:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from hf_l2l.optim.eight_bits import exponents_like
 from hf_l2l.optim.forms import ADAM, LAMB, SGD, Form, Numbers, ParameterUpdate
 from hf_l2l.optim.lamb import Lamb
 from hf_l2l.optim.rounded_state import Kept, exponents_of
-from hf_l2l.runtime import observer, stream
+from hf_l2l.runtime import observer
 from hf_l2l.runtime.worker import together
 
 KEPT: dict[Kept, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -82,6 +82,7 @@ class OnePass:
     def __init__(self, form: Form, moments: Kept = "fp32") -> None:
         self._form = form
         self._moments = moments
+        self._kept = KEPT[moments]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, moments: Kept = "fp32") -> OnePass | None:
@@ -96,90 +97,86 @@ class OnePass:
 
     def takes(self, update: ParameterUpdate) -> bool:
         """Whether it computes this update of a group that it `covers`: all tensors are dense, in the order of their
-        elements, and as they are expected."""
-        master, gradient, state = update.master, update.gradient, update.state
-        if master.dtype != torch.float32 or master.device != stream.HOST or not master.is_contiguous():
+        elements, and as they are expected. The update gets the moments that there are."""
+        master, gradient, state, copy = update.master, update.gradient, update.state, update.copy
+        if master.dtype is not torch.float32 or not master.is_cpu or not master.is_contiguous():
             return False
         if gradient.dtype not in _GRADIENTS or gradient.layout is not torch.strided or not gradient.is_contiguous():
             return False
-        if update.copy is not None and not (update.copy.is_contiguous() and update.copy.shape == master.shape):
+        shape = master.shape
+        if copy is not None and not (copy.is_contiguous() and copy.shape == shape):
             return False
-        kept = KEPT[self._moments]
-        found = [state.get(key) for key in self._form.moments(update.group)]
-        if not any(each is not None for each in found):
-            return not self._form.counts or not state
-        return (not self._form.counts or isinstance(state.get("step"), torch.Tensor)) and all(
-            isinstance(each, torch.Tensor)
-            and each.dtype == kept
-            and each.shape == master.shape
-            and each.is_contiguous()
-            for each in found
-        )
+        counts, keys = self._form.counts, self._form.moments(update.group)
+        moments = [found for key in keys if (found := state.get(key)) is not None]
+        if not moments:
+            return not counts or not state
+        if len(moments) < len(keys) or (counts and not _is_count(state.get("step"))):
+            return False
+        for found in moments:
+            if not isinstance(found, torch.Tensor) or found.dtype is not self._kept or found.shape != shape:
+                return False
+            if not found.is_contiguous():
+                return False
+        update.moments = moments
+        if self._kept is torch.uint8:
+            update.exponents = [state[exponents_of(key)] for key in keys]
+        return True
 
     @torch.no_grad()
     def run(self, updates: Sequence[ParameterUpdate]) -> None:
         """Make the updates, which it `takes`, with the threads of this thread's worker."""
-        steps = [each.state["step"] for each in updates if "step" in each.state] if self._form.counts else []
-        if steps:  # all at once, since each operation of torch takes some microseconds
-            torch._foreach_add_(steps, 1)
-        of_kinds: dict[Kind, list[_Row]] = {}
-        for row in map(self._row, updates):
-            of_kinds.setdefault(self._kind(row), []).append(row)
-        for kind, rows in of_kinds.items():
-            observer.host_works(_work_of(kind, rows))
-            ENGINES.update(self._form, kind, rows)
-        torch.autograd.graph.increment_version([each.master for each in updates])
+        numbers: dict[tuple[int, float, float], Numbers] = {}
+        of_dtypes: dict[tuple[bool, torch.dtype, torch.dtype | None], list[ParameterUpdate]] = {}
+        for update in updates:
+            self._begin(update, numbers)
+            copy = None if update.copy is None else update.copy.dtype
+            of_dtypes.setdefault((bool(update.moments), update.gradient.dtype, copy), []).append(update)
+        for (has_moments, gradient, copy), some in of_dtypes.items():
+            kind = Kind(type(self._form).__name__, has_moments, gradient, self._kept, copy)
+            if observer.HOST_LISTENERS:
+                observer.host_works(_work_of(kind, some))
+            ENGINES.update(self._form, kind, some)
+        torch.autograd.graph.increment_version([update.master for update in updates])
 
     def prepare(self, group: Mapping[str, Any], gradient: torch.dtype, copy: torch.dtype | None) -> None:
         """Compile what updates of such gradients and copies need, before the first of them."""
         if self.covers(group):
             has_moments = bool(self._form.moments(group))
-            kind = Kind(type(self._form).__name__, has_moments, gradient, KEPT[self._moments], copy)
-            ENGINES.compiles(self._form, kind)
+            ENGINES.compiles(self._form, Kind(type(self._form).__name__, has_moments, gradient, self._kept, copy))
 
-    def _kind(self, row: _Row) -> Kind:
-        update = row.update
-        copy = None if update.copy is None else update.copy.dtype
-        name = type(self._form).__name__
-        return Kind(name, bool(row.moments), update.gradient.dtype, KEPT[self._moments], copy)
-
-    def _row(self, update: ParameterUpdate) -> _Row:
-        """A parameter whose step has been counted; its state is made if there is none."""
-        form, state, kept = self._form, update.state, KEPT[self._moments]
-        keys = form.moments(update.group)
-        is_first = any(state.get(key) is None for key in keys)
-        if is_first:
+    def _begin(self, update: ParameterUpdate, known: dict[tuple[int, float, float], Numbers]) -> None:
+        """Make the state, if there is none, and the numbers of the step, which most parameters share."""
+        form, state = self._form, update.state
+        if not update.moments and (keys := form.moments(update.group)):
             if form.counts:
-                state["step"] = torch.tensor(1.0, dtype=torch.float32)
-            state.update((key, torch.zeros_like(update.master, dtype=kept)) for key in keys)
-            if kept == torch.uint8:
-                state.update((exponents_of(key), exponents_like(update.master)) for key in keys)
-        step = state["step"].item() if form.counts else float(1 + (not is_first))
-        numbers = form.numbers(update, step, is_first=is_first)
-        exponents = [state[exponents_of(key)] for key in keys] if kept == torch.uint8 else []
-        return _Row(update, [state[key] for key in keys], step, numbers, exponents)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            update.moments = [torch.zeros_like(update.master, dtype=self._kept) for _ in keys]
+            state.update(zip(keys, update.moments, strict=True))
+            if self._kept is torch.uint8:
+                update.exponents = [exponents_like(update.master) for _ in keys]
+                state.update(zip(map(exponents_of, keys), update.exponents, strict=True))
+            update.step = 1.0
+        else:
+            update.step = state["step"].item() + 1.0 if form.counts else 2.0
+        of = (id(update.group), update.factor, update.step)
+        numbers = known.get(of)
+        if numbers is None:
+            numbers = known[of] = form.numbers(update.group, update.factor, update.step)
+        update.numbers = numbers
 
 
-def _work_of(kind: Kind, rows: Sequence[_Row]) -> observer.HostWork:
-    """What the updates in these rows, all of one kind, read and write."""
-    copies = [row.update.copy for row in rows if row.update.copy is not None]
-    written = [each for row in rows for each in (row.update.master, *row.moments)]
-    name = kind.form.strip("_")
+def _is_count(value: Any) -> bool:
+    """Whether this is a number of steps as torch's optimizers keep it."""
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float32 and value.is_cpu and value.numel() == 1
+
+
+def _work_of(kind: Kind, updates: Sequence[ParameterUpdate]) -> observer.HostWork:
+    """What these updates, all of one kind, read and write."""
+    copies = [each.copy for each in updates if each.copy is not None]
+    written = [tensor for each in updates for tensor in (each.master, *each.moments)]
     slowness = BYTE_TIMES[kind.moments] if kind.has_moments else 1.0
-    return observer.HostWork(
-        f"the update of weights by {name}", [row.update.gradient for row in rows], [*written, *copies], slowness
-    )
-
-
-class _Row(NamedTuple):
-    """One parameter of an update."""
-
-    update: ParameterUpdate
-    moments: list[torch.Tensor]
-    step: float
-    numbers: Numbers
-    exponents: Sequence[torch.Tensor] = ()
-    """Of moments in 8 bits."""
+    name, gradients = kind.form.strip("_"), [each.gradient for each in updates]
+    return observer.HostWork(f"the update of weights by {name}", gradients, [*written, *copies], slowness)
 
 
 class _Failing:
@@ -205,14 +202,14 @@ class Engines:
         self._is_compiled: dict[Kind, bool] = {}
         self._has_warned = False
 
-    def update(self, form: Form, kind: Kind, rows: Sequence[_Row]) -> None:
-        """Update the parameters in these rows, all of this kind."""
+    def update(self, form: Form, kind: Kind, updates: Sequence[ParameterUpdate]) -> None:
+        """Make these updates, all of this kind."""
         if self.compiles(form, kind):
             assert self._kernel is not None, "what is compiled can be called"
-            update_compiled(self._kernel, form, rows)
+            update_compiled(self._kernel, form, updates)
         else:
-            for row in rows:
-                update_in_chunks(form, row.update, row.moments, row.step, row.numbers, row.exponents)
+            for update in updates:
+                update_in_chunks(form, update)
 
     def compiles(self, form: Form, kind: Kind) -> bool:
         """Whether updates of a kind are compiled. The first call compiles them, and compares the bits of a few
@@ -288,41 +285,58 @@ def _width() -> int:
     return 8 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else 4
 
 
-def update_compiled(kernel: Callable[..., None], form: Form, rows: Sequence[_Row]) -> None:
-    """Update the parameters in these rows by the kernel, on the threads of this thread's worker."""
-    sizes = [row.update.master.numel() for row in rows]
-    slices = np.array(
-        [(n, start, min(start + SLICE, size)) for n, size in enumerate(sizes) for start in range(0, size, SLICE)],
-        dtype=np.int64,
-    ).reshape(-1, 3)
-    tensors = np.array([_addresses(row, size) for row, size in zip(rows, sizes, strict=True)], dtype=np.int64)
-    keys = np.array([row.update.keys for row in rows], dtype=np.uint32)
-    first = rows[0]
-    moments = [each.dtype for each in first.moments] + [None, None]
-    gradient, copy = first.update.gradient.dtype, None if first.update.copy is None else first.update.copy.dtype
-    numbers = np.array([row.numbers for row in rows])
+@lru_cache(maxsize=2**10)
+def _slices_of(sizes: tuple[int, ...]) -> Any:
+    """The slices of parameters with so many elements, of which each has at least one; not to be written to."""
+    slices = [
+        (number, start, min(start + SLICE, size))
+        for number, size in enumerate(sizes)
+        for start in range(0, max(size, 1), SLICE)
+    ]
+    return np.array(slices, dtype=np.int64)
 
-    def run(sums: Any, of_gradient: torch.dtype | None, of_copy: torch.dtype | None) -> None:
+
+def update_compiled(kernel: Callable[..., None], form: Form, updates: Sequence[ParameterUpdate]) -> None:
+    """Make these updates by the kernel, on the threads of this thread's worker."""
+    slices = _slices_of(tuple([update.master.numel() for update in updates]))
+    tensors = np.array([_row(update, counts=form.counts) for update in updates], dtype=np.int64)
+    numbers = np.array([update.numbers for update in updates])
+    first = updates[0]
+    moments = [*(each.dtype for each in first.moments), None, None][:2]
+    gradient, copy = first.gradient.dtype, None if first.copy is None else first.copy.dtype
+
+    def run(sums: Any, of_copy: torch.dtype | None) -> None:
         counter = np.zeros(1, dtype=np.int64)
-        shared = [torch.uint8 if each == torch.uint8 else None for each in moments[:2]]
-        likes = [_LIKE[each] for each in (torch.float32, of_gradient, *moments[:2], *shared, of_copy)]
-        tables = (counter.ctypes.data, slices, tensors, numbers, keys, _width())
-        together(partial(kernel, *tables, *likes, sums), len(slices))
+        shared = [torch.uint8 if each is torch.uint8 else None for each in moments]
+        likes = [_LIKE[each] for each in (torch.float32, gradient, *moments, *shared, of_copy)]
+        together(partial(kernel, counter.ctypes.data, slices, tensors, numbers, _width(), *likes, sums), len(slices))
 
     if not form.has_norms:
-        run(None, gradient, copy)
+        run(None, copy)
         return
     sums = np.zeros((len(slices), 2))
-    run(sums, gradient, None)  # a copy is written by the second pass alone
-    for number, row in enumerate(rows):
-        numbers[number, 7] = LAMB.size(row.update, *norms_of(sums[slices[:, 0] == number]))
-    run(sums[0], gradient, copy)
+    run(sums, None)  # a copy is written by the second pass alone
+    for number, update in enumerate(updates):
+        numbers[number, 7] = LAMB.size(update.group, *norms_of(sums[slices[:, 0] == number]))
+    run(sums[0], copy)
 
 
-def _addresses(row: _Row, size: int) -> tuple[int, ...]:
-    moments, exponents = ([each.data_ptr() for each in of] + [0, 0] for of in (row.moments, row.exponents))
-    update, copy = row.update, 0 if row.update.copy is None else row.update.copy.data_ptr()
-    return (size, update.master.data_ptr(), update.gradient.data_ptr(), *moments[:2], *exponents[:2], copy)
+def _row(update: ParameterUpdate, *, counts: bool) -> tuple[int, ...]:
+    """The row of a parameter in the table that the kernel reads."""
+    master, moments, exponents, copy = update.master, update.moments, update.exponents, update.copy
+    return (
+        master.numel(),
+        master.data_ptr(),
+        update.gradient.data_ptr(),
+        moments[0].data_ptr() if moments else 0,
+        moments[1].data_ptr() if len(moments) > 1 else 0,
+        exponents[0].data_ptr() if exponents else 0,
+        exponents[1].data_ptr() if len(exponents) > 1 else 0,
+        0 if copy is None else copy.data_ptr(),
+        update.state["step"].data_ptr() if counts else 0,
+        int(update.step),
+        *update.keys,
+    )
 
 
 # ---- the trial
@@ -349,44 +363,38 @@ def trial(kernel: Callable[..., None], form: Form, kind: Kind) -> str:
     if kind.form == "_Adam":
         groups.append({**group, "decoupled_weight_decay": False})
     for of_trial in groups:
-        one, other = (_trial_rows(form, kind, of_trial) for _ in range(2))
-        for step in (1, 2, 3):
-            for rows in (one, other):
-                for number, row in enumerate(rows):
-                    numbers = form.numbers(row.update, float(step), is_first=step == 1)
-                    row.update.state["step"] = torch.tensor(float(step))
-                    rows[number] = row._replace(step=float(step), numbers=numbers)
+        one, other = (_trial_updates(form, kind, of_trial) for _ in range(2))
+        for step in (1.0, 2.0, 3.0):
+            for update in (*one, *other):
+                update.step, update.numbers = step, form.numbers(of_trial, update.factor, step)
             update_compiled(kernel, form, one)
-            for row in other:
-                update_in_chunks(form, row.update, row.moments, row.step, row.numbers, row.exponents)
+            for update in other:
+                update_in_chunks(form, update)
             found = _difference(one, other)
             if found:
                 return found
     return ""
 
 
-def _trial_rows(form: Form, kind: Kind, group: Mapping[str, Any]) -> list[_Row]:
+def _trial_updates(form: Form, kind: Kind, group: Mapping[str, Any]) -> list[ParameterUpdate]:
     generator = torch.Generator().manual_seed(0)
-    rows = []
+    updates = []
     for size in _SIZES:
         master, gradient = (torch.randn(size, generator=generator) for _ in range(2))
         copy = None if kind.copy is None else torch.zeros(size, dtype=kind.copy)
-        update = ParameterUpdate(master, gradient.to(kind.gradient), 0.7, group, {}, copy, (1, 2**32 - 2))
-        moments = [torch.zeros(size, dtype=kind.moments) for _ in form.moments(group)]
-        exponents = [exponents_like(master) for _ in moments if kind.moments == torch.uint8]
-        rows.append(_Row(update, moments, 0.0, (0.0,) * 9, exponents))
-    return rows
+        state = {"step": torch.tensor(0.0)}
+        update = ParameterUpdate(master, gradient.to(kind.gradient), 0.7, group, state, copy, (1, 2**32 - 2))
+        update.moments = [torch.zeros(size, dtype=kind.moments) for _ in form.moments(group)]
+        update.exponents = [exponents_like(master) for _ in update.moments if kind.moments == torch.uint8]
+        updates.append(update)
+    return updates
 
 
-def _difference(one: Iterable[_Row], other: Iterable[_Row]) -> str:
-    for row, same in zip(one, other, strict=True):
-        names = ("masters", "copies", "first moments", "second moments")
-        pairs = zip(
-            (row.update.master, row.update.copy, *row.moments),
-            (same.update.master, same.update.copy, *same.moments),
-            strict=True,
-        )
-        for name, (left, right) in zip(names, pairs, strict=False):
+def _difference(one: Iterable[ParameterUpdate], other: Iterable[ParameterUpdate]) -> str:
+    names = ("masters", "copies", "first moments", "second moments")
+    for update, same in zip(one, other, strict=True):
+        of_both = ((each.master, each.copy, *each.moments) for each in (update, same))
+        for name, left, right in zip(names, *of_both, strict=False):
             if left is not None and right is not None and not torch.equal(left, right):
                 return f"{int((left != right).sum())} of {left.numel()} {name} of one parameter differ"
     return ""

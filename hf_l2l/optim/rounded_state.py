@@ -30,8 +30,6 @@ GROUP_KEY = "l2l_rounding"
 CHUNK = 2**16
 """Elements that are converted at once, in memory that a cache holds."""
 
-_16 = np.uint32(16)
-
 _EXPONENTS = "_exponents"
 _UNSIGNED = ("exp_avg_sq",)
 """Keys of state that has no negative values; it is rounded by the upper half of the random bits."""
@@ -49,42 +47,45 @@ class _Scratch(threading.local):
     """Memory of one thread, which a cache of its core holds."""
 
     def __init__(self) -> None:
-        self.index = np.arange(CHUNK, dtype=np.uint32)
-        self.drawn, self.spare = np.empty_like(self.index), np.empty_like(self.index)
+        self.index = torch.arange(CHUNK, dtype=torch.int32)
+        self.drawn, self.spare = torch.empty_like(self.index), torch.empty_like(self.index)
 
 
 _SCRATCH = _Scratch()
 
 
-def random_bits(start: int, count: int, keys: Keys) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """32 random bits for each of `count` elements from number `start` on: uint32, in memory that the next call of this
+def random_bits(start: int, count: int, keys: Keys) -> torch.Tensor:
+    """32 random bits for each of `count` elements from number `start` on: int32, in memory that the next call of this
     thread overwrites.
 
     The hash is lowbias32 (shifts, and two multiplications), with a key added at its beginning and another one in its
-    middle. All operations are those of 32 bits, which wrap around.
+    middle. All operations are those of 32 bits, which wrap around; torch's shift repeats the sign, which is masked.
     """
-    r, t = _SCRATCH.drawn[:count], _SCRATCH.spare[:count]
-    np.add(_SCRATCH.index[:count], np.uint32((start + keys[0]) % 2**32), out=r)
-    np.bitwise_xor(r, np.right_shift(r, _16, out=t), out=r)
-    np.multiply(r, np.uint32(0x7FEB352D), out=r)
-    np.bitwise_xor(r, np.right_shift(r, np.uint32(15), out=t), out=r)
-    np.bitwise_xor(r, np.uint32(keys[1]), out=r)
-    np.multiply(r, np.uint32(0x846CA68B), out=r)
-    np.bitwise_xor(r, np.right_shift(r, _16, out=t), out=r)
-    return r
+    scratch = _SCRATCH
+    r, t = scratch.drawn[:count], scratch.spare[:count]
+    torch.add(scratch.index[:count], _signed(start + keys[0]), out=r)
+    r.bitwise_xor_(torch.bitwise_right_shift(r, 16, out=t).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    r.bitwise_xor_(torch.bitwise_right_shift(r, 15, out=t).bitwise_and_(0x1FFFF)).bitwise_xor_(_signed(keys[1]))
+    r.mul_(_signed(0x846CA68B))
+    return r.bitwise_xor_(torch.bitwise_right_shift(r, 16, out=t).bitwise_and_(0xFFFF))
 
 
-def round_to_bf16(
-    values: torch.Tensor, drawn: np.ndarray[Any, np.dtype[np.uint32]], out: torch.Tensor, *, upper: bool
-) -> None:
-    """Round `values` (float32, one dimension) to `out` (bfloat16): each to one of its two neighbours, by the lower or
-    `upper` 16 of its random bits. Infinities, NaN, and what bfloat16 can represent do not change."""
-    t = _SCRATCH.spare[: len(drawn)]
-    np.right_shift(drawn, _16, out=t) if upper else np.bitwise_and(drawn, np.uint32(0xFFFF), out=t)
+def random_halves(start: int, count: int, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lower 16 of the `random_bits`, and the upper ones: int32, in memory that the next call overwrites."""
+    lower = random_bits(start, count, keys).bitwise_and_(0xFFFF)
+    return lower, _SCRATCH.spare[:count]  # the last shift has left them there
+
+
+def _signed(number: int) -> int:
+    """The number between -2**31 and 2**31 whose lower 32 bits are those of `number`."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def round_to_bf16(values: torch.Tensor, noise: torch.Tensor, out: torch.Tensor) -> None:
+    """Round `values` (float32, one dimension) to `out` (bfloat16): each to one of its two neighbours, by the 16 random
+    bits that are its `noise`, which is overwritten. Infinities, NaN, and what bfloat16 can represent do not change."""
     # bfloat16 neighbours are 65536 apart in bits of fp32, and a carry rounds away from zero.
-    np.add(values.view(torch.int32).numpy().view(np.uint32), t, out=t)
-    np.bitwise_and(t, np.uint32(0xFFFF0000), out=t)
-    out.copy_(torch.from_numpy(t.view(np.float32)))
+    out.view(torch.int16).copy_(noise.add_(values.view(torch.int32)).bitwise_right_shift_(16))
     if values.sum().isnan():  # a carry could make a number of a NaN
         out.copy_(torch.where(values.isnan(), torch.nan, out))
 
@@ -106,7 +107,7 @@ def stochastically_rounded(
         out = torch.empty_like(values, dtype=torch.bfloat16)
     chunks = zip(elements(values).split(CHUNK), elements(out).split(CHUNK), strict=True)
     for number, (wide, short) in enumerate(chunks):
-        round_to_bf16(wide, random_bits(number * CHUNK, wide.numel(), keys), short, upper=upper)
+        round_to_bf16(wide, random_halves(number * CHUNK, wide.numel(), keys)[upper], short)
     return out
 
 
@@ -131,7 +132,7 @@ def in_blocks(
     shared_by = CHUNK // eight_bits.BLOCK
     parts = (elements(values).split(CHUNK), elements(codes).split(CHUNK), exponents.split(shared_by))
     for number, (wide, short, shared) in enumerate(zip(*parts, strict=True)):
-        drawn = random_bits(number * CHUNK, wide.numel(), keys)
+        drawn = random_bits(number * CHUNK, wide.numel(), keys).numpy().view(np.uint32)
         eight_bits.write(wide.numpy(), drawn, short.numpy(), shared.numpy(), signed=signed)
     return codes, exponents
 
