@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_l2l.optim.eight_bits import BLOCK, read, write
@@ -35,26 +34,37 @@ class _Scratch(threading.local):
 _SCRATCH = _Scratch()
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1)
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    parts: Sequence[torch.Tensor] = tensor.detach().view(-1).split(CHUNK)
+    return parts
+
+
+def _rows_of(rows: torch.Tensor, number: int, count: int) -> torch.Tensor:
+    """The beginning of the first rows."""
+    return rows.narrow(0, 0, number).narrow(1, 0, count)
 
 
 @torch.no_grad()
 def update_in_chunks(form: Form, update: ParameterUpdate) -> None:
-    """Update one parameter of an optimizer of this form."""
+    """Update one parameter of an optimizer of this form, on the threads of this thread's worker."""
     if form.counts:
         update.state["step"].fill_(update.step)
     chunks = _Chunks(form, update)
     if form.has_norms:
         chunks.find_size()
-    starts = iter(range(0, update.master.numel(), CHUNK))
+    _for_each(chunks.count, chunks.update)
+
+
+def _for_each(count: int, call: Callable[[int], None]) -> None:
+    """Call it with all numbers below `count`, each on one of the threads."""
+    numbers = iter(range(count))
 
     @torch.no_grad()
     def work() -> None:
-        for start in starts:  # each is taken by one thread
-            chunks.update(start, min(start + CHUNK, update.master.numel()))
+        for number in numbers:
+            call(number)
 
-    together(work, -(-update.master.numel() // CHUNK))
+    together(work, count)
 
 
 class _Chunks:
@@ -62,64 +72,74 @@ class _Chunks:
 
     def __init__(self, form: Form, update: ParameterUpdate) -> None:
         self._form, self._update = form, update
-        self._master, self._gradient = _flat(update.master), _flat(update.gradient)
-        self._copy = None if update.copy is None else _flat(update.copy)
-        self._kept = [_flat(each) for each in update.moments]
+        self.count = -(-update.master.numel() // CHUNK)
+        self._masters, self._gradients = _parts(update.master), _parts(update.gradient)
+        self._copies = None if update.copy is None else _parts(update.copy)
+        self._kept = [_parts(each) for each in update.moments]
+        self._exponents = [each.split(CHUNK // BLOCK) for each in update.exponents]
 
-    def _opened(self, start: int, stop: int) -> Chunk:
+    def _opened(self, number: int) -> Chunk:
         """A chunk with moments in fp32: where they are, or widened to memory of this thread."""
-        scratch, update = _SCRATCH, self._update
+        master, gradient = self._masters[number], self._gradients[number]
+        count, scratch = master.numel(), _SCRATCH
+        moments = [parts[number] for parts in self._kept]
+        if moments and moments[0].dtype != torch.float32:
+            rooms = _rows_of(scratch.moments, len(moments), count).unbind()
+            for of, (kept, room) in enumerate(zip(moments, rooms, strict=True)):
+                if kept.dtype == torch.bfloat16:
+                    room.copy_(kept)
+                else:
+                    read(kept.numpy(), self._exponents[of][number].numpy(), signed=of == 0, out=room.numpy())
+            moments = [*rooms]
         # In two operations: one on two dtypes is not vectorized.
-        gradient = scratch.gradient[: stop - start].copy_(self._gradient[start:stop]).mul_(update.factor)
-        moments = []
-        for number, whole in enumerate(self._kept):
-            kept, room = whole[start:stop], scratch.moments[number, : stop - start]
-            if kept.dtype == torch.uint8:
-                exponents = update.exponents[number][start // BLOCK : -(-stop // BLOCK)]
-                read(kept.numpy(), exponents.numpy(), signed=number == 0, out=room.numpy())
-            moments.append(
-                kept if kept.dtype == torch.float32 else room if kept.dtype == torch.uint8 else room.copy_(kept)
-            )
-        return Chunk(self._master[start:stop], gradient, moments, update)
+        wide = scratch.gradient.narrow(0, 0, count).copy_(gradient).mul_(self._update.factor)
+        return Chunk(master, wide, moments, self._update)
 
-    def _keep(self, start: int, stop: int, moments: Sequence[torch.Tensor]) -> None:
-        """Round the moments of a chunk to where they are kept."""
-        if not self._kept or self._kept[0].dtype == torch.float32:
+    def _keep(self, number: int) -> None:
+        """Round the moments of a chunk, in the memory of this thread, to where they are kept."""
+        moments = [parts[number] for parts in self._kept]
+        if not moments or moments[0].dtype == torch.float32:
             return
-        kept = [whole[start:stop] for whole in self._kept]
-        if kept[0].dtype == torch.bfloat16:
-            halves = random_halves(start, stop - start, self._update.keys)
-            for wide, noise, short in zip(moments, halves, kept, strict=False):
-                round_to_bf16(wide, noise, short)
+        start, count, keys = number * CHUNK, moments[0].numel(), self._update.keys
+        wide = _rows_of(_SCRATCH.moments, len(moments), count)
+        if moments[0].dtype == torch.bfloat16:
+            round_to_bf16(wide, _rows_of(random_halves(start, count, keys), len(moments), count), moments)
             return
-        drawn = random_bits(start, stop - start, self._update.keys).numpy().view(np.uint32)
-        for number, (wide, codes) in enumerate(zip(moments, kept, strict=True)):
-            exponents = self._update.exponents[number][start // BLOCK : -(-stop // BLOCK)]
-            write(wide.numpy(), drawn, codes.numpy(), exponents.numpy(), signed=number == 0)
+        drawn = random_bits(start, count, keys)
+        for of, (row, codes) in enumerate(zip(wide.unbind(), moments, strict=True)):
+            write(row.numpy(), drawn, codes.numpy(), self._exponents[of][number].numpy(), signed=of == 0)
 
-    def update(self, start: int, stop: int) -> None:
+    def update(self, number: int) -> None:
         """Update one chunk."""
-        chunk = self._opened(start, stop)
+        chunk = self._opened(number)
         self._form.step(chunk)
-        self._keep(start, stop, chunk.moments)
-        if self._copy is not None:
-            self._copy[start:stop].copy_(chunk.master)
+        self._keep(number)
+        if self._copies is not None:
+            self._copies[number].copy_(chunk.master)
 
     def find_size(self) -> None:
         """The first pass of LAMB: the step size, from the norms of the weights and of what they are moved by."""
-        sums: list[tuple[float, ...]] = []
+        in_slice = SLICE // CHUNK
+        slices = [range(self.count)[start : start + in_slice] for start in range(0, self.count, in_slice)]
+        sums = [(0.0, 0.0)] * len(slices)
+
+        def add(number: int) -> None:
+            sums[number] = self._sums_of(slices[number])
+
+        _for_each(len(slices), add)
+        update, size = self._update, LAMB.size(self._update.group, *norms_of(sums))
+        update.numbers = (*update.numbers[:7], size, update.numbers[8])
+
+    def _sums_of(self, numbers: Iterable[int]) -> tuple[float, float]:
+        """Sums of the squares of weights, and of what they are moved by, in these chunks."""
         lanes = torch.zeros(2, LANES, dtype=torch.float64)
-        for start in range(0, self._master.numel(), CHUNK):
-            stop = min(start + CHUNK, self._master.numel())
-            chunk = self._opened(start, stop)
+        for number in numbers:
+            chunk = self._opened(number)
             direction = LAMB.direction(chunk._replace(moments=[each.clone() for each in chunk.moments]))
             for lane, values in zip(lanes, (chunk.master, direction), strict=True):
                 _add_squares(lane, values)
-            if stop % SLICE == 0 or stop == self._master.numel():
-                sums.append(tuple(lane.cumsum(0)[-1].item() for lane in lanes))
-                lanes.zero_()
-        update, size = self._update, LAMB.size(self._update.group, *norms_of(sums))
-        update.numbers = (*update.numbers[:7], size, update.numbers[8])
+        of_weights, of_directions = lanes.cumsum(1)[:, -1].tolist()
+        return of_weights, of_directions
 
 
 def _add_squares(lanes: torch.Tensor, values: torch.Tensor) -> None:

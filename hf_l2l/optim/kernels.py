@@ -140,16 +140,14 @@ def _bf16_of(x):
 
 
 @njit(error_model="numpy")
-def _draw(start, key, second_key, out):
-    """32 random bits for each element from number `start` on of one parameter in one step, by the two keys of both.
-
-    `rounded_state.random_bits` computes the same by torch.
-    """
-    for i in range(out.size):
-        r = U(U(start + U(i)) + key)
-        r = U(U(r ^ U(r >> U(16))) * U(0x7FEB352D))
-        r = U(U(U(r ^ U(r >> U(15))) ^ second_key) * U(0x846CA68B))
-        out[i] = U(r ^ U(r >> U(16)))
+def _drawn(table, begin, end, key, second_key):
+    """32 random bits for each of the elements from number `begin` on of one parameter in one step, by the two keys of
+    both; `rounded_state.random_place` tells how."""
+    r = U(U(U(begin) >> U(16)) + key)
+    r = U(U(r ^ U(r >> U(16))) * U(0x7FEB352D))
+    r = U(U(U(r ^ U(r >> U(15))) ^ second_key) * U(0x846CA68B))
+    first = U(U(U(r ^ U(r >> U(16))) + U(begin)) & U(0xFFFF))
+    return table[first : first + end - begin]
 
 
 @njit(inline="always")
@@ -387,19 +385,18 @@ def _step_of(p, g, m, v, whole, numbers, sums, lanes, lane):
     )
 
 
-def _keep_both(x, y, m, v, e, f, begin, end, key, second_key, drawn, sums):
+def _keep_both(x, y, m, v, e, f, begin, end, key, second_key, table, sums):
     """`_keep` the moments x and y of a block, if this pass changes them: the first one of LAMB does not."""
 
 
 @overload(_keep_both)
-def _keep_both_of(x, y, m, v, e, f, begin, end, key, second_key, drawn, sums):
+def _keep_both_of(x, y, m, v, e, f, begin, end, key, second_key, table, sums):
     only_sums = not isinstance(sums, types.NoneType) and sums.ndim == 2
     if isinstance(m, types.NoneType) or only_sums or m.dtype == types.float32:
-        return lambda x, y, m, v, e, f, begin, end, key, second_key, drawn, sums: None
+        return lambda x, y, m, v, e, f, begin, end, key, second_key, table, sums: None
 
-    def rounded(x, y, m, v, e, f, begin, end, key, second_key, drawn, sums):
-        some = drawn[: end - begin]
-        _draw(U(begin), key, second_key, some)
+    def rounded(x, y, m, v, e, f, begin, end, key, second_key, table, sums):
+        some = _drawn(table, begin, end, key, second_key)
         _keep(x, m, e, begin, end, some, True)
         _keep(y, v, f, begin, end, some, False)
 
@@ -504,6 +501,7 @@ def update(
     slices,
     tensors,
     numbers,
+    table,
     width,
     master,
     gradient,
@@ -523,13 +521,14 @@ def update(
             of both, copy, and number of steps (float32, 0 if none is kept); the number that the last one gets; and the
             two keys of its random bits.
         numbers: float64, a row per parameter: the numbers of the step.
+        table: uint32, random bits; None for moments in fp32.
         width: elements of a vector of torch's kernels.
         master, gradient, first, second, first_exponents, second_exponents, copy: empty arrays with the dtypes of these
             tensors, None for those that there are not.
         sums: None, but for LAMB. Its first pass changes nothing: float64, a row per slice, which gets the sums of the
             squares of the weights, and of what they are moved by. Its second one has any with one dimension.
     """
-    a, b, drawn = np.empty(SPAN, np.float32), np.empty(SPAN, np.float32), np.empty(SPAN, np.uint32)
+    a, b = np.empty(SPAN, np.float32), np.empty(SPAN, np.float32)
     halves = _halves(copy)
     while True:
         number = _claimed(counter)
@@ -552,6 +551,6 @@ def update(
             opened, other = _opened(m, e, begin, end, a, True), _opened(v, f, begin, end, b, False)
             until = min(end, whole) - begin
             _step(block, _part(g, begin, end), opened, other, until, of_step, sums, lanes, begin % LANES)
-            _keep_both(opened, other, m, v, e, f, begin, end, key, second_key, drawn, sums)
+            _keep_both(opened, other, m, v, e, f, begin, end, key, second_key, table, sums)
             _copy(block, _part(c, begin, end), halves)
         _end_sums(lanes, sums, number)

@@ -29,7 +29,7 @@ from hf_l2l.optim.chunked_pass import SLICE, norms_of, update_in_chunks
 from hf_l2l.optim.eight_bits import exponents_like
 from hf_l2l.optim.forms import ADAM, LAMB, SGD, Form, Numbers, ParameterUpdate
 from hf_l2l.optim.lamb import Lamb
-from hf_l2l.optim.rounded_state import Kept, exponents_of
+from hf_l2l.optim.rounded_state import Kept, exponents_of, random_table
 from hf_l2l.runtime import observer
 from hf_l2l.runtime.worker import together
 
@@ -304,12 +304,14 @@ def update_compiled(kernel: Callable[..., None], form: Form, updates: Sequence[P
     first = updates[0]
     moments = [*(each.dtype for each in first.moments), None, None][:2]
     gradient, copy = first.gradient.dtype, None if first.copy is None else first.copy.dtype
+    table = None if moments[0] in (None, torch.float32) else random_table()
 
     def run(sums: Any, of_copy: torch.dtype | None) -> None:
         counter = np.zeros(1, dtype=np.int64)
         shared = [torch.uint8 if each is torch.uint8 else None for each in moments]
         likes = [_LIKE[each] for each in (torch.float32, gradient, *moments, *shared, of_copy)]
-        together(partial(kernel, counter.ctypes.data, slices, tensors, numbers, _width(), *likes, sums), len(slices))
+        tables = (counter.ctypes.data, slices, tensors, numbers, table, _width())
+        together(partial(kernel, *tables, *likes, sums), len(slices))
 
     if not form.has_norms:
         run(None, copy)

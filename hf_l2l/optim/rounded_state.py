@@ -1,9 +1,10 @@
 """Optimizer state in fewer bits: bfloat16, or blocks of 8 bits, between steps; fp32 for the arithmetic.
 
 With rounding to nearest, changes of a moment below half a unit in the last place would be lost. Stochastic rounding,
-up or down with probabilities by distance, is unbiased. The random bits of an element are a hash of a seed, the number
-of the step, the parameter, and the number of the element; so they do not depend on threads, nor on how the work is
-cut, and are the same after resuming, since checkpoints have all of these.
+up or down with probabilities by distance, is unbiased. The random bits of the elements of a chunk are a sequence from
+a table, which begins at a place that is a hash of a seed, the number of the step, the parameter, and the number of the
+chunk; so they do not depend on threads, nor on how the work is cut, and are the same after resuming, since checkpoints
+have all of these.
 
 What the kernels of the update do by themselves (`kernels`), this does in torch, to the same bits.
 """
@@ -11,9 +12,11 @@ What the kernels of the update do by themselves (`kernels`), this does in torch,
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hf_l2l.optim import eight_bits
+from hf_l2l.optim.eight_bits import Array
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import elements, is_dense
 
@@ -28,7 +32,9 @@ GROUP_KEY = "l2l_rounding"
 """Key of an optimizer's first group for seed and step number, which makes them part of its state dict."""
 
 CHUNK = 2**16
-"""Elements that are converted at once, in memory that a cache holds."""
+"""Elements that are converted at once, in memory that a cache holds, and whose random bits are a sequence."""
+
+_16 = torch.tensor(16, dtype=torch.int32)
 
 _EXPONENTS = "_exponents"
 _UNSIGNED = ("exp_avg_sq",)
@@ -47,47 +53,67 @@ class _Scratch(threading.local):
     """Memory of one thread, which a cache of its core holds."""
 
     def __init__(self) -> None:
-        self.index = torch.arange(CHUNK, dtype=torch.int32)
-        self.drawn, self.spare = torch.empty_like(self.index), torch.empty_like(self.index)
+        self.values = torch.empty(1, CHUNK)
 
 
 _SCRATCH = _Scratch()
 
 
-def random_bits(start: int, count: int, keys: Keys) -> torch.Tensor:
-    """32 random bits for each of `count` elements from number `start` on: int32, in memory that the next call of this
-    thread overwrites.
-
-    The hash is lowbias32 (shifts, and two multiplications), with a key added at its beginning and another one in its
-    middle. All operations are those of 32 bits, which wrap around; torch's shift repeats the sign, which is masked.
-    """
-    scratch = _SCRATCH
-    r, t = scratch.drawn[:count], scratch.spare[:count]
-    torch.add(scratch.index[:count], _signed(start + keys[0]), out=r)
-    r.bitwise_xor_(torch.bitwise_right_shift(r, 16, out=t).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
-    r.bitwise_xor_(torch.bitwise_right_shift(r, 15, out=t).bitwise_and_(0x1FFFF)).bitwise_xor_(_signed(keys[1]))
-    r.mul_(_signed(0x846CA68B))
-    return r.bitwise_xor_(torch.bitwise_right_shift(r, 16, out=t).bitwise_and_(0xFFFF))
+def _hashed(number: Any, key: int = 0, second_key: int = 0) -> Any:
+    """lowbias32 of a number or numbers (uint64) below 2**32, with a key added at its beginning and another one in its
+    middle."""
+    r = (number + key) & 0xFFFFFFFF
+    r = ((r ^ (r >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    r = ((r ^ (r >> 15) ^ second_key) * 0x846CA68B) & 0xFFFFFFFF
+    return r ^ (r >> 16)
 
 
-def random_halves(start: int, count: int, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lower 16 of the `random_bits`, and the upper ones: int32, in memory that the next call overwrites."""
-    lower = random_bits(start, count, keys).bitwise_and_(0xFFFF)
-    return lower, _SCRATCH.spare[:count]  # the last shift has left them there
+@lru_cache(maxsize=1)
+def random_table() -> Array:
+    """2**16 numbers of 32 random bits, twice in sequence: uint32. Their lower halves are all numbers of 16 bits in
+    random order, and their upper halves in another one. Not to be written to."""
+    numbers = np.arange(2 * CHUNK, dtype=np.uint64)
+    lower, upper = (np.argsort(_hashed(half)).astype(np.uint32) for half in np.split(numbers, 2))
+    return np.tile(lower | (upper << np.uint32(16)), 2)
 
 
-def _signed(number: int) -> int:
-    """The number between -2**31 and 2**31 whose lower 32 bits are those of `number`."""
-    return (number + 2**31) % 2**32 - 2**31
+@lru_cache(maxsize=1)
+def _halves() -> torch.Tensor:
+    """Two rows of int32: the lower halves of the table, and the upper ones."""
+    table = random_table()
+    return torch.from_numpy(np.stack([table & np.uint32(0xFFFF), table >> np.uint32(16)]).astype(np.int32))
 
 
-def round_to_bf16(values: torch.Tensor, noise: torch.Tensor, out: torch.Tensor) -> None:
-    """Round `values` (float32, one dimension) to `out` (bfloat16): each to one of its two neighbours, by the 16 random
-    bits that are its `noise`, which is overwritten. Infinities, NaN, and what bfloat16 can represent do not change."""
+def random_place(start: int, keys: Keys) -> int:
+    """The place in the table of the random bits for elements from number `start` on, a multiple of `CHUNK`: a chunk
+    takes its bits from there in sequence. Each place is as likely as any other one, so that the 16 bits of an element
+    are so, too, and the elements of one chunk never have the same ones."""
+    place: int = _hashed(start // CHUNK, *keys) % CHUNK
+    return place
+
+
+def random_bits(start: int, count: int, keys: Keys) -> Array:
+    """32 random bits for each of `count` elements of a chunk: uint32, not to be written to."""
+    place = random_place(start, keys)
+    return random_table()[place : place + count]
+
+
+def random_halves(start: int, count: int, keys: Keys) -> torch.Tensor:
+    """The `random_bits` in two rows, the lower halves and the upper ones: int32, not to be written to."""
+    place = random_place(start, keys)
+    return _halves().narrow(1, place, count)
+
+
+def round_to_bf16(values: torch.Tensor, noise: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
+    """Round each row of `values` (float32) to one of `out` (bfloat16): a number to one of its two neighbours, by the
+    16 random bits that are its `noise`. Infinities, NaN, and what bfloat16 can represent do not change. The values are
+    overwritten: operations in place use less of a cache."""
+    if math.isnan(values.sum().item()):
+        values.masked_fill_(values.isnan(), math.nan)  # a carry could make a number of another NaN
     # bfloat16 neighbours are 65536 apart in bits of fp32, and a carry rounds away from zero.
-    out.view(torch.int16).copy_(noise.add_(values.view(torch.int32)).bitwise_right_shift_(16))
-    if values.sum().isnan():  # a carry could make a number of a NaN
-        out.copy_(torch.where(values.isnan(), torch.nan, out))
+    rounded = values.view(torch.int32).add_(noise).bitwise_right_shift_(_16)
+    for short, row in zip(out, rounded.unbind(), strict=True):
+        short.view(torch.int16).copy_(row)
 
 
 def stochastically_rounded(
@@ -107,7 +133,9 @@ def stochastically_rounded(
         out = torch.empty_like(values, dtype=torch.bfloat16)
     chunks = zip(elements(values).split(CHUNK), elements(out).split(CHUNK), strict=True)
     for number, (wide, short) in enumerate(chunks):
-        round_to_bf16(wide, random_halves(number * CHUNK, wide.numel(), keys)[upper], short)
+        count = wide.numel()
+        noise = random_halves(number * CHUNK, count, keys)[int(upper)]
+        round_to_bf16(_SCRATCH.values[:, :count].copy_(wide), noise, [short])
     return out
 
 
@@ -132,7 +160,7 @@ def in_blocks(
     shared_by = CHUNK // eight_bits.BLOCK
     parts = (elements(values).split(CHUNK), elements(codes).split(CHUNK), exponents.split(shared_by))
     for number, (wide, short, shared) in enumerate(zip(*parts, strict=True)):
-        drawn = random_bits(number * CHUNK, wide.numel(), keys).numpy().view(np.uint32)
+        drawn = random_bits(number * CHUNK, wide.numel(), keys)
         eight_bits.write(wide.numpy(), drawn, short.numpy(), shared.numpy(), signed=signed)
     return codes, exponents
 

@@ -22,7 +22,7 @@ from hf_l2l import Lamb
 from hf_l2l.optim import one_pass
 from hf_l2l.optim.layer_optimizers import LayerOptimizers, Part, SplitStep
 from hf_l2l.optim.one_pass import OnePass
-from hf_l2l.optim.rounded_state import Rounding, from_blocks, in_blocks
+from hf_l2l.optim.rounded_state import Rounding, from_blocks, in_blocks, random_place, random_table
 from hf_l2l.runtime.worker import Task, Worker
 from tiers import nightly, times
 
@@ -158,6 +158,18 @@ def test_moments_in_16_bits_are_rounded_without_bias():
     assert state["exp_avg_sq"].dtype == torch.bfloat16 and len(state["exp_avg_sq"].unique()) > 5
     assert state["exp_avg_sq"].double().mean().item() == pytest.approx(1 - 0.999**200, rel=1e-3)
     assert state["exp_avg"].double().mean().item() == pytest.approx(1.0, rel=1e-3)
+
+
+def test_random_bits_of_an_element_are_equally_likely_and_differ_from_step_to_step():
+    table = torch.from_numpy(random_table().astype("int64"))
+    for half in (table & 0xFFFF, table >> 16):
+        assert torch.equal(half[: 2**16].sort().values, torch.arange(2**16)) and torch.equal(*half.chunk(2))
+    places = torch.tensor(
+        [random_place(2**16 * n, Rounding(1, n).keys((0, m))) for n in range(100) for m in range(100)]
+    )
+    assert len(places.unique()) > 9000, "of 65,536"
+    assert places.float().mean().item() == pytest.approx(2**15, rel=0.03)
+    assert random_place(2**16, (5, 6)) != random_place(2**17, (5, 6))
 
 
 OWN: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
