@@ -24,7 +24,7 @@ from weakref import ref
 
 import torch
 
-from hf_l2l.compat import drop_step_hooks, hooks_of_all_steps, unhooked_step, without_interception
+from hf_l2l.compat import drop_step_hooks, hooks_of_all_steps, is_profiling, unhooked_step, without_interception
 from hf_l2l.optim.forms import ParameterUpdate
 from hf_l2l.optim.one_pass import OnePass
 from hf_l2l.optim.rounded_state import Rounding, is_rounded, keeps_16_bits, widened
@@ -272,7 +272,9 @@ class SplitStep:
 
     def call(self, optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer], Any]) -> None:
         """Call `step` with the optimizer of a layer, between torch's hooks for all optimizers."""
-        torch.optim.Optimizer.profile_hook_step(step)(optimizer)
+        if hooks_of_all_steps() or is_profiling():
+            step = torch.optim.Optimizer.profile_hook_step(step)
+        step(optimizer)
 
 
 def _nothing(num_bytes: int) -> None:

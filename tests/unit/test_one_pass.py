@@ -164,9 +164,8 @@ def test_random_bits_of_an_element_are_equally_likely_and_differ_from_step_to_st
     table = torch.from_numpy(random_table().astype("int64"))
     for half in (table & 0xFFFF, table >> 16):
         assert torch.equal(half[: 2**16].sort().values, torch.arange(2**16)) and torch.equal(*half.chunk(2))
-    places = torch.tensor(
-        [random_place(2**16 * n, Rounding(1, n).keys((0, m))) for n in range(100) for m in range(100)]
-    )
+    keys = [(n, Rounding(1, n).keys((0, m))) for n in range(100) for m in range(100)]
+    places = torch.tensor([random_place(2**16 * n, of_step) for n, of_step in keys])
     assert len(places.unique()) > 9000, "of 65,536"
     assert places.float().mean().item() == pytest.approx(2**15, rel=0.03)
     assert random_place(2**16, (5, 6)) != random_place(2**17, (5, 6))
