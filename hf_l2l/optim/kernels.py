@@ -515,7 +515,7 @@ def update(
     """Update what the slices say that no thread has claimed yet.
 
     Args:
-        counter: the address of the number (int64) of the next slice; 0 at first.
+        counter: int64, one element: the number of the next slice; 0 at first.
         slices: int64, a row per slice: number of a row of the tables below, first element, and last one plus 1.
         tensors: int64, a row per parameter: number of elements; the addresses of master, gradient, moments, exponents
             of both, copy, and number of steps (float32, 0 if none is kept); the number that the last one gets; and the
@@ -531,7 +531,7 @@ def update(
     a, b = np.empty(SPAN, np.float32), np.empty(SPAN, np.float32)
     halves = _halves(copy)
     while True:
-        number = _claimed(counter)
+        number = _claimed(counter.ctypes.data)
         if number >= slices.shape[0]:
             return
         row = slices[number, 0]

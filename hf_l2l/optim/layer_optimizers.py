@@ -121,14 +121,15 @@ class _Member:
     stand_in: torch.Tensor
     """A tensor with its memory and version, which is never held, and whose gradient is that of the step."""
 
-    def refresh(self, *, requires_grad: bool) -> None:
+    def refresh(self) -> None:
         """Make the stand-in anew if the program has given the master other memory."""
-        master, own = self.master, self.stand_in
-        if not own.is_set_to(master):
-            self.stand_in = own = master.detach()
-        if own.requires_grad != requires_grad:
-            own.requires_grad_(requires_grad)
-        tags = vars(master)
+        if not self.stand_in.is_set_to(self.master):
+            self.stand_in = self.master.detach()
+
+    def show(self, *, requires_grad: bool) -> None:
+        """Make the stand-in look like the master, for who reads more than its values."""
+        own, tags = self.stand_in, vars(self.master)
+        own.requires_grad_(requires_grad)
         if tags or vars(own):
             vars(own).update(tags)  # some optimizers read attributes that the program set on parameters
             vars(own).pop("_l2l_pending", None)  # the EPS sets one, too, which is of the parameter alone
@@ -353,13 +354,14 @@ class _PartRun:
         to_scale: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p, gradient, requires_grad in given:
             member = self._layer.members[p]
-            member.refresh(requires_grad=requires_grad)
+            member.refresh()
             update = self._in_one_pass(member, gradient, factors.get(p), copies.get(p))
             if update is not None:
                 self._updates.append((member, update))
             else:
                 self._others.append(member)
             if update is None or self._is_seen:
+                member.show(requires_grad=requires_grad)
                 member.stand_in.grad = self._converted(member.stand_in, gradient, factors.get(p), to_scale)
         if to_scale:
             torch._foreach_mul_(*map(list, zip(*to_scale, strict=True)))
@@ -429,7 +431,8 @@ class _PartRun:
             else:
                 one_pass.run([update for _, update in self._updates])
             for member, update in self._updates:
-                member.stand_in.grad = None
+                if self._is_seen:
+                    member.stand_in.grad = None
                 if not update.state:  # as that of SGD without momentum
                     del self._step.state[member.master]
         if self._others:

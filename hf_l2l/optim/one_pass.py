@@ -15,7 +15,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,7 +122,6 @@ class OnePass:
             update.exponents = [state[exponents_of(key)] for key in keys]
         return True
 
-    @torch.no_grad()
     def run(self, updates: Sequence[ParameterUpdate]) -> None:
         """Make the updates, which it `takes`, with the threads of this thread's worker."""
         numbers: dict[tuple[int, float, float], Numbers] = {}
@@ -280,6 +279,7 @@ def imported_kernel() -> Callable[..., None]:
     return kernel
 
 
+@cache
 def _width() -> int:
     """Elements of the vectors of torch's kernels; the rest of a parameter is computed one by one."""
     return 8 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else 4
@@ -307,10 +307,9 @@ def update_compiled(kernel: Callable[..., None], form: Form, updates: Sequence[P
     table = None if moments[0] in (None, torch.float32) else random_table()
 
     def run(sums: Any, of_copy: torch.dtype | None) -> None:
-        counter = np.zeros(1, dtype=np.int64)
         shared = [torch.uint8 if each is torch.uint8 else None for each in moments]
         likes = [_LIKE[each] for each in (torch.float32, gradient, *moments, *shared, of_copy)]
-        tables = (counter.ctypes.data, slices, tensors, numbers, table, _width())
+        tables = (np.zeros(1, dtype=np.int64), slices, tensors, numbers, table, _width())
         together(partial(kernel, *tables, *likes, sums), len(slices))
 
     if not form.has_norms:
