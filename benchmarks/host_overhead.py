@@ -78,7 +78,7 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         pass
 
 

@@ -8,10 +8,11 @@ since encoders and losses read weights without calling the module that has them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from hf_l2l.model.container_writes import Containers, Same, containers_of, write
 from hf_l2l.model.precision import in_fp32
 from hf_l2l.optim.loss_scale import with_gradients_times
 from hf_l2l.runtime import compute_state, stream, wait_reasons
+from hf_l2l.runtime.flat_memory import elements
 from hf_l2l.runtime.observer import NON_LAYER
 from hf_l2l.runtime.tensors import leaves_of, parts_of, to_device
 
@@ -66,26 +68,39 @@ class _Uploads:
         """Upload weight `number` to `leaf`, if that has not begun."""
         if number in self._ends:
             return
-        # This waits for an update, before the lane gets any work.
-        sources = [self._copies.of_one(self._unit, part) for part in self._unit.part_numbers[number]]
-        self._sources += sources
         places = parts_of(leaf)
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-            self._lane.entered(),
             without_interception(),
             version_kept(*places),  # for whoever looks, the weight has had its values from the beginning
         ):
-            stream.wait(self._allocated, wait_reasons.WEIGHTS_MEMORY_FREE)
             try:
-                with stream.span(self._lane.device, "upload", NON_LAYER):
-                    for place, source in zip(places, sources, strict=True):
+                for place, source in self._copied(number, places):
+                    with self._lane.entered(), stream.span(self._lane.device, "upload", NON_LAYER):
+                        stream.wait(self._allocated, wait_reasons.WEIGHTS_MEMORY_FREE)
                         place.copy_(source, non_blocking=self._lane.is_stream)
             finally:  # also after an error: a copy that was submitted before it is waited for
-                self._ends[number] = stream.record(self._lane.device)
+                self._ends[number] = self._lane.record()
             if self._keeps_copies and len(places) == 1:
                 self._copies.keep_on_device(self._unit.masters[number], leaf)
+
+    def _copied(self, number: int, places: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of weight `number` on the device, and what is uploaded to them: a weight that is being updated, piece
+        by piece. Waits for the update, before the lane gets the work."""
+        parts = self._unit.part_numbers[number]
+        found = None if len(parts) > 1 or self._keeps_copies else self._copies.being_updated(self._unit, parts[0])
+        if found is None:
+            sources = [self._copies.of_one(self._unit, part) for part in parts]
+            self._sources += sources
+            yield from zip(places, sources, strict=True)
+            return
+        source, update = found
+        self._sources.append(source)
+        place, source = elements(places[0]), elements(source)
+        for piece, (begin, end) in enumerate(itertools.pairwise((0, *update.pieces))):
+            update.wait_for_piece(piece)
+            yield place[begin:end], source[begin:end]
 
     def finish(self, number: int, leaf: torch.Tensor) -> None:
         """Make the device wait for weight `number`, which is used now."""

@@ -10,6 +10,7 @@ at its next use, which mostly is the update of the weights in the background.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from hf_l2l.compat import leaf_variable, without_interception
 from hf_l2l.eps.host_memory import HostMemory, SmallTensors
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.pending import (
+    Landed,
     Pending,
     PendingSum,
     can_hold,
@@ -47,11 +49,13 @@ ROUNDED_AT_ONCE = 2**23  # elements of a sum that are on the device in 16 bits a
 
 
 class _Download(NamedTuple):
-    """A copy of a sum from the device to the host, in pieces if it is rounded."""
+    """A copy of a sum from the device to the host."""
 
     on_host: torch.Tensor
     on_device: torch.Tensor
     """As many elements; both have one dimension. The host may have them in 16 bits."""
+    pieces: Sequence[int] = ()
+    """The ends of pieces of which it is known when each has arrived."""
 
     def _rounded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Pieces on the host, on the device, and rounded on the device; one of the last kind exists at a time."""
@@ -64,8 +68,16 @@ class _Download(NamedTuple):
             for _, wide, rounded in self._rounded():
                 wide.copy_(rounded)
 
-    def start(self) -> None:
-        """Submit the copy to the current stream."""
+    def start(self) -> list[stream.Point]:
+        """Submit the copy to the current stream. Returns the points after which each piece has arrived."""
+        found: list[stream.Point] = []
+        for begin, end in itertools.pairwise((0, *(self.pieces or [len(self.on_host)]))):
+            _Download(self.on_host[begin:end], self.on_device[begin:end])._submit()
+            arrived = stream.record(self.on_device.device) if self.pieces else None
+            found += [] if arrived is None else [arrived]
+        return found
+
+    def _submit(self) -> None:
         if self.on_host.dtype == self.on_device.dtype:
             self.on_host.copy_(self.on_device, non_blocking=True)
         else:
@@ -78,17 +90,16 @@ class _LateSum(NamedTuple):
 
     total: torch.Tensor
     """Kept, so that its memory is not freed before."""
-    landed: stream.Point
+    landed: Landed
     handle: RemovableHandle
     """The hook of autograd's node for the parameter, which waits for it: a graph that was made before may add to it,
     and does not ask what is pending. A graph that is made later uses the parameter, which is held for its master."""
 
     @classmethod
-    def of(cls, master: Master, total: torch.Tensor, landed: stream.Point) -> _LateSum:
+    def of(cls, master: Master, total: torch.Tensor, landed: Landed) -> _LateSum:
         """The record of a sum that whoever uses it must wait for."""
-        wait = partial(stream.wait, landed, wait_reasons.GRADIENT_DOWNLOADED, host=True)
         with without_interception():  # which is no use of the values
-            handle = get_gradient_edge(master.parameter).node.register_prehook(lambda *_: wait())
+            handle = get_gradient_edge(master.parameter).node.register_prehook(lambda *_: landed.wait())
         master.landing = landed
         return cls(total, landed, handle)
 
@@ -96,7 +107,7 @@ class _LateSum(NamedTuple):
 def _end_landing(late: list[_LateSum]) -> None:
     """Wait for these sums."""
     for _, landed, handle in late:
-        stream.wait(landed, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+        landed.wait()
         handle.remove()
     late.clear()
 
@@ -123,9 +134,9 @@ class Gradients:
         self.adds_apart = self.lane.is_stream
         """Whether autograd must not add to sums: they are being downloaded, or other processes have them, too."""
         self.backwards = backwards
-        self._arriving: dict[Master, stream.Point | None] = {}
-        """Masters whose sums are being downloaded in this backward -> the points after which they have been; None for
-        those that stay on the device."""
+        self._arriving: dict[Master, Landed | None] = {}
+        """Masters whose sums are being downloaded in this backward -> when they have been; None for those that stay on
+        the device."""
         self._norms: list[tuple[list[Master], torch.Tensor]] = []
         """Masters, and the norms of their sums: host tensors, which are complete when this backward is over."""
         self._norms_sent: dict[torch.device, stream.Point | None] = {}
@@ -186,7 +197,7 @@ class Gradients:
                     received = [(master, self._received(master, gradient)) for master, gradient in sums]
                     totals = [(master, total) for master, total in received if total is not None]
                     downloads = [
-                        _Download(elements(m.arriving), elements(total))
+                        _Download(elements(m.arriving), elements(total), m.pieces)
                         for m, total in totals
                         if m.arriving is not None and not m.is_resident
                     ]
@@ -197,9 +208,10 @@ class Gradients:
                 self._norms_sent[device] = stream.record(device)
             if downloads:
                 with stream.span(device, "download", of):
-                    for each in downloads:
-                        each.start()
-                landed = stream.record(device)
+                    pieces = [point for each in downloads for point in each.start()]
+                end = stream.record(device)
+                assert end is not None, "a device with lanes has streams"
+                landed = Landed(end, tuple(pieces) if len(sums) == 1 else ())
                 self._arriving.update((m, landed) for m, _ in totals if not m.is_resident)
 
     @staticmethod
@@ -334,12 +346,12 @@ class Gradients:
             on_host.copy_(norms, non_blocking=True)
             self._norms.append((masters, on_host))
 
-    def take(self, masters: Iterable[Master]) -> tuple[Sums, dict[Master, torch.Tensor], list[stream.Point]]:
+    def take(self, masters: Iterable[Master]) -> tuple[Sums, dict[Master, torch.Tensor], list[Landed]]:
         """Take the sums of `masters` before they become `p.grad`, which is None from now on.
 
         Returns:
-            masters that have a sum, and the sums; master -> the norm of its sum; and the points at which all of them
-            have been downloaded.
+            masters that have a sum, and the sums; master -> the norm of its sum; and when all of them have been
+            downloaded.
         """
         taken: list[tuple[Master, torch.Tensor]] = []
         norms: dict[Master, torch.Tensor] = {}
@@ -360,10 +372,11 @@ class Gradients:
                 p.grad = None
                 taken.append((master, total))
         among = {master for master, _ in taken}
+        arriving = {landed: None for m in self._arriving if m in among and (landed := self._arriving[m])}
         self._arriving = {master: landed for master, landed in self._arriving.items() if master not in among}
         for alike, on_host in self._norms:
             norms.update((m, norm) for m, norm in zip(alike, on_host.unbind(), strict=True) if m in among)
-        return taken, norms, self._submitted()
+        return taken, norms, list(arriving)
 
     @torch.no_grad()
     def _publish(self, *, in_backward: bool = False) -> None:
@@ -427,17 +440,18 @@ class Gradients:
             hold_all(pending)
 
     @staticmethod
-    def _wait_until_landed(points: Iterable[stream.Point | None]) -> None:
+    def _wait_until_landed(sums: Iterable[Landed | None]) -> None:
         """Wait until sums are on the host."""
-        for point in dict.fromkeys(points):
-            stream.wait(point, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+        for landed in dict.fromkeys(sums):
+            if landed is not None:
+                landed.wait()
 
-    def _land_later(self, sums: Iterable[tuple[Master, torch.Tensor, stream.Point, PendingSum]]) -> None:
+    def _land_later(self, sums: Iterable[tuple[Master, torch.Tensor, Landed, PendingSum]]) -> None:
         """Let those of these sums that are not on the host yet be waited for by whoever uses them first."""
-        is_there: dict[stream.Point, bool] = {}
+        is_there: dict[Landed, bool] = {}
         for master, total, landed, pending in sums:
             if landed not in is_there:
-                is_there[landed] = stream.is_reached(landed)
+                is_there[landed] = stream.is_reached(landed.point)
             if is_there[landed]:
                 continue
             if not (master.can_be_held and can_hold(total)):

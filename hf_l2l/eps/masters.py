@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from hf_l2l.compat import with_gradient_hooks, without_interception
-from hf_l2l.eps.pending import Pending, Saving, Update, can_hold, let_go, let_go_all, secure
+from hf_l2l.eps.pending import Landed, Pending, Saving, Update, can_hold, let_go, let_go_all, secure
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import STREAMED, LayerPlace, refuse_misplaced
 from hf_l2l.model.stacks import shell_modules
-from hf_l2l.model.units import LARGE, InModel, LayerUnit, parameters_in
+from hf_l2l.model.units import LARGE, InModel, LayerUnit, parameters_in, pieces_of
 from hf_l2l.optim.layer_optimizers import gradient_hook_error
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Block, BlockPart, Room
@@ -71,8 +71,8 @@ class Master(Pending):
         self.arriving: torch.Tensor | None = None
         """The host tensor that its gradient sum is downloaded into. At the end of this backward it becomes `p.grad`,
         or is added to that, or it is `p.grad` already."""
-        self.landing: stream.Point | None = None
-        """The point after which the last sum in `p.grad` that a backward did not wait for is on the host."""
+        self.landing: Landed | None = None
+        """When the last sum in `p.grad` that a backward did not wait for is on the host."""
         self.taken_norm: torch.Tensor | None = None
         """The norm (0-dim, host) of a gradient that an eager update took before it was in `p.grad`."""
         self.calls, self.arrivals = 0, 0
@@ -109,6 +109,12 @@ class Master(Pending):
         """Whether it is updated and uploaded by itself, if it is in no layer. What cannot be held never is: nothing
         would tell its first use."""
         return self.gradient_like.numel() >= LARGE and self.can_be_held
+
+    @property
+    def pieces(self) -> list[int]:
+        """The ends of the pieces in which it travels and is updated, in elements; none if it does as a whole."""
+        found = pieces_of(self.gradient_like.numel()) if self.is_large and self.layer_number == 0 else []
+        return found if len(found) > 1 else []
 
     def found_in_model(self, found: InModel, precision: Precision) -> None:
         """The model has the parameter here; its shape, dtype or strides may have changed."""
@@ -151,7 +157,8 @@ class Master(Pending):
         fused optimizer, or `.data`), so the copy must be renewed after it."""
         self.before_look(tensor)
         landing, self.landing = self.landing, None
-        stream.wait(landing, wait_reasons.GRADIENT_DOWNLOADED, host=True)  # autograd may add to it in this graph
+        if landing is not None:
+            landing.wait()  # autograd may add to it in this graph
         self.wait_until_read()  # the use may be a write
         secure([self])
         self.is_changing()

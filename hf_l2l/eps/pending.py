@@ -205,13 +205,32 @@ def _nothing() -> None:
     """Do nothing."""
 
 
+class Landed(NamedTuple):
+    """When a gradient that is being downloaded is on the host."""
+
+    point: stream.Point
+    pieces: tuple[stream.Point, ...] = ()
+    """When each of the `Master.pieces` is, if it has any."""
+
+    def wait(self) -> None:
+        """Wait for it."""
+        stream.wait(self.point, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+
+
 class Update:
     """An update of some masters on a thread of the worker."""
 
-    def __init__(self, task: Task, timeline: Timeline, *, in_step: bool) -> None:
-        """`in_step` is True for an eager update, until `optimizer.step()` is called."""
+    def __init__(self, task: Task, timeline: Timeline, *, in_step: bool, pieces: Sequence[int] = ()) -> None:
+        """
+        Args:
+            task: the work, which has as many pieces.
+            timeline: is told how long somebody waits for it.
+            in_step: True for an eager update, until `optimizer.step()` is called.
+            pieces: the ends of the pieces of the only master, in elements, of which each is uploaded when it is made.
+        """
         self.task = task
         self.timeline = timeline
+        self.pieces = pieces
         self._in_step, self._is_made = in_step, False
         self._lock = threading.Lock()
         self.when_made: Callable[[], None] = _nothing
@@ -229,6 +248,11 @@ class Update:
         with self._lock:
             self._in_step = False
             return self._is_made
+
+    def wait_for_piece(self, number: int) -> None:
+        """Wait until a piece of the master, and of its 16-bit copy, is made; raises what `Task.wait` raises."""
+        with self.timeline.waiting_for_eps(self.task.what):
+            self.task.wait_for_piece(number, wait_reasons.WEIGHTS_UPDATED)
 
     def wait(self) -> None:
         """Wait until the update has finished or failed; raises what `Task.wait` raises."""
@@ -258,8 +282,8 @@ class PendingSum(Pending):
         """Version of the sum when its norm was computed: writes by autograd itself are not intercepted."""
         self.factor = factor
         self.arrives_at = arrives_at
-        self.landed: stream.Point | None = None
-        """The point after which the sum is on the host; None if it is, or if a backward will tell."""
+        self.landed: Landed | None = None
+        """When the sum is on the host; None if it is, or if a backward will tell."""
         self.may_be_scaled = factor is None and arrives_at is None
 
     def before_values(self, tensor: torch.Tensor) -> None:
@@ -268,7 +292,8 @@ class PendingSum(Pending):
                 self.arrives_at.wait()
                 return
             self.arrives_at.wait_for_failed()  # the backward has failed, and the program continues
-        stream.wait(self.landed, wait_reasons.GRADIENT_DOWNLOADED, host=True)
+        if self.landed is not None:
+            self.landed.wait()
         with SCALING:  # another thread may use the gradient at the same time
             factor, self.factor = self.factor, None
             if factor is not None:
@@ -349,14 +374,14 @@ class Taken(NamedTuple):
 
     factors: dict[torch.Tensor, torch.Tensor]
     """Parameter -> what its gradient must be multiplied by (0-dim, on the host)."""
-    landed: list[stream.Point]
-    """The points after which the gradients are on the host, if they are not yet."""
+    landed: list[Landed]
+    """When the gradients are on the host, if they are not yet."""
 
 
 def taken(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Taken:
     """What is pending for gradients, for pairs of parameter and gradient. The gradients are let go."""
     factors: dict[torch.Tensor, torch.Tensor] = {}
-    landed: dict[stream.Point, None] = {}
+    landed: dict[Landed, None] = {}
     held = []
     for parameter, gradient in pairs:
         if (pending := gradient.__dict__.get("_l2l_pending")) is not None:

@@ -13,7 +13,7 @@ taken for updates in the background are not in `p.grad` then. All modes give the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from hf_l2l.eps.eager import EAGER_NEEDS_OPTIMIZER, EagerStep
 from hf_l2l.eps.gradients import Gradients, Sums
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
 from hf_l2l.eps.nonfinite import check_finite
-from hf_l2l.eps.pending import Update, current_norm, downloaded, hold_all, let_go, secure, settle, taken
+from hf_l2l.eps.pending import Landed, Update, current_norm, downloaded, hold_all, let_go, secure, settle, taken
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layer_optimizers import Part, SplitStep, parameters_of
 from hf_l2l.optim.layerwise_check import can_split, why_in_parts
@@ -289,13 +289,13 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         sums: Sums,
         *,
-        landed: Sequence[stream.Point] = (),
+        landed: Sequence[Landed] = (),
         norms: Mapping[Master, torch.Tensor] | None = None,
         in_step: bool = False,
     ) -> None:
-        """Submit updates of the masters in `sums` to the worker, one per layer. Each waits for the points `landed`,
-        after which the sums have been downloaded, and checks that the `norms` of its gradients are finite. Resident
-        masters are updated by the device, which gets the work here."""
+        """Submit updates of the masters in `sums` to the worker, one per layer. Each waits until these have `landed`,
+        and checks that the `norms` of its gradients are finite. Resident masters are updated by the device, which gets
+        the work here."""
         entry = self._entries[optimizer]
         gradients = dict(sums)
         resident = [master for master in gradients if master.is_resident]
@@ -318,8 +318,7 @@ class Updates:
                     hold_all([(m.parameter, m) for m in masters])
                     if in_step:
                         self.eager.begin(optimizer, masters)
-                    points = (*landed, *late)
-                    run = partial(carry_out, part, masters, factors, check, points, update, self._copies)
+                    run = partial(carry_out, part, masters, factors, check, (*landed, *late), update, self._copies)
                     self.worker.submit(update.task, self.around(run, optimizer, masters), modes)
                     self._begun.append(update.task)
             if resident:
@@ -327,7 +326,9 @@ class Updates:
 
     def _new_update(self, what: str, masters: list[Master], optimizer: torch.optim.Optimizer, in_step: bool) -> Update:
         """The record of an update that is about to begin."""
-        update = Update(Task(f"the update of {what}"), self._timeline, in_step=in_step)
+        pieces = masters[0].pieces if len(masters) == 1 else ()
+        task = Task(f"the update of {what}", len(pieces))
+        update = Update(task, self._timeline, in_step=in_step, pieces=pieces)
         if self.when_updated is not None:
             update.when_made = partial(self.when_updated, optimizer, masters)
         return update
@@ -395,12 +396,35 @@ def _as_it_is(run: Callable[[], None], optimizer: torch.optim.Optimizer, masters
     return run
 
 
+def _wait_until_landed(points: Iterable[stream.Point]) -> None:
+    """Wait until gradients are on the host, beside the computation."""
+    with aside():
+        for point in points:
+            stream.wait(point, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
+
+
+class _Pieces:
+    """The pieces of the only master of an update (see `one_pass.Pieces`)."""
+
+    def __init__(self, update: Update, landed: Sequence[Landed]) -> None:
+        self.ends = update.pieces
+        self._update, self._landed = update, landed
+
+    def before(self, number: int) -> None:
+        """Wait until the gradient of this piece, and of those before it, is on the host."""
+        _wait_until_landed(each.pieces[number] if each.pieces else each.point for each in self._landed)
+
+    def after(self, number: int) -> None:
+        """This piece has its new values."""
+        self._update.task.end_piece(number)
+
+
 def carry_out(
     part: Part,
     masters: list[Master],
     factors: Mapping[torch.Tensor, torch.Tensor],
     check: Callable[[], None],
-    landed: Sequence[stream.Point],
+    landed: Sequence[Landed],
     update: Update,
     copies: Copies,
 ) -> None:
@@ -410,16 +434,18 @@ def carry_out(
         part, masters: the update, and the masters that it updates.
         factors: parameter -> the number that its gradient is multiplied by first.
         check: raises if the gradients must not be used; called when they have been downloaded.
-        landed: the points after which the gradients have been downloaded; none if they are on the host already.
+        landed: when the gradients are on the host; nothing if they are already.
         update, copies: the record of the update, and the 16-bit copies of masters.
     """
-    with aside():
-        for point in landed:
-            stream.wait(point, wait_reasons.LAYER_GRADIENTS_DOWNLOADED, host=True)
+    pieces = _Pieces(update, landed) if update.pieces else None
+    if pieces is None:
+        _wait_until_landed(each.point for each in landed)
+    else:
+        pieces.before(0)  # the norm, which is checked first, has arrived before
     secure(masters)
     with update.timeline.host_works(update.task.what), update.timeline.ledger.transients.of_update() as allocated:
         check()
-        written = part.run(factors, allocated, {m.parameter: m.copy for m in masters if m.copy is not None})
+        written = part.run(factors, allocated, {m.parameter: m.copy for m in masters if m.copy is not None}, pieces)
         copies.renew(masters, written)
     update.when_made()
     if update.is_made():

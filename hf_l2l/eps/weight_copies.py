@@ -15,7 +15,7 @@ import torch
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.host_memory import HostMemory
 from hf_l2l.eps.masters import Master, Masters, MasterUnit
-from hf_l2l.eps.pending import can_hold, hold, hold_all
+from hf_l2l.eps.pending import Update, can_hold, hold, hold_all
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Layout
 from hf_l2l.runtime.tensors import tensor_bytes
@@ -115,6 +115,18 @@ class Copies:
         with without_interception(), torch.inference_mode(False), torch.no_grad():
             return self._current(master, dtype) if self.precision.keeps_copies else part.to(dtype)
 
+    def being_updated(self, unit: MasterUnit, number: int) -> tuple[torch.Tensor, Update] | None:
+        """A part of `unit` that is a whole master, where it is in the dtype of the device, and its update, which makes
+        it piece by piece; None if it has to be taken as a whole (`of_one`)."""
+        master, dtype = unit.masters[unit.owners[number]], unit.dtypes[number]
+        update = master.update
+        if update is None or not update.pieces or update.task.done or self.uses is not None:
+            return None
+        source = master.parameter if dtype == master.dtype else master.copy
+        if source is None or source.dtype != dtype or source.shape != master.parameter.shape:
+            return None
+        return source, update
+
     def _uses(self) -> Uses | None:
         """What is told of masters that are read; none if their copies are read instead."""
         return None if self.precision.is_mixed and self.precision.keeps_copies else self.uses
@@ -167,7 +179,7 @@ class Copies:
         self, masters: Sequence[Master], end: stream.Point | None, sources: Sequence[torch.Tensor]
     ) -> None:
         """A forward is over; uploads of `masters`, which read `sources`, go on until `end`. Only those who write to
-        these masters must wait for it: by `wait_for_reads`, or, if it is the program, by its use of a held master."""
+        these masters must wait for it: by `wait_for_reads`; if it is the program, by its use of a held master."""
         if end is None or stream.is_reached(end):
             return
         there = [master for master in masters if not master.is_resident]

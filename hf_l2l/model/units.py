@@ -26,6 +26,15 @@ PARAMETRIZING = ("ParamWrapper",)
 
 LARGE = 2**20
 """Elements of a parameter from which on it is updated and uploaded by itself, if it is in no layer."""
+_ALIGNED = 2**17
+_MOST_PIECES = 64
+
+
+def pieces_of(count: int) -> list[int]:
+    """The ends of the pieces in which so many elements of a parameter in no layer are downloaded, updated and
+    uploaded, so that these overlap: at most 64, of `LARGE` elements or more. They begin where an update may be cut."""
+    size = max(LARGE, -(-count // (_MOST_PIECES * _ALIGNED)) * _ALIGNED)
+    return [*range(size, count, size), count]
 
 
 class ParameterPlace(NamedTuple):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hf_l2l.compat import fused_adam, fused_adamw, fused_sgd
-from hf_l2l.optim.rounded_state import Keys
+from hf_l2l.optim.eight_bits import BLOCK
+from hf_l2l.optim.rounded_state import CHUNK, Keys
 
 _AT_ONCE = 2**20
 """Elements of a temporary tensor beside one like the parameter."""
@@ -49,6 +50,23 @@ class ParameterUpdate:
     """The number of this step, from 1 on."""
     numbers: Numbers = (0.0,) * 9
     """Those of this step."""
+
+    def part(self, begin: int, end: int) -> ParameterUpdate:
+        """The update of some elements; `begin` is a multiple of `CHUNK`, so that each is computed as in the whole."""
+        first, second = self.keys
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().view(-1)[begin:end]
+
+        return replace(
+            self,
+            master=cut(self.master),
+            gradient=cut(self.gradient),
+            copy=None if self.copy is None else cut(self.copy),
+            moments=[cut(each) for each in self.moments],
+            exponents=[each[begin // BLOCK : -(-end // BLOCK)] for each in self.exponents],
+            keys=((first + begin // CHUNK) % 2**32, second),  # random bits are told by the number of an element
+        )
 
 
 class Chunk(NamedTuple):

@@ -26,7 +26,7 @@ import torch
 
 from hf_l2l.compat import drop_step_hooks, hooks_of_all_steps, is_profiling, unhooked_step, without_interception
 from hf_l2l.optim.forms import ParameterUpdate
-from hf_l2l.optim.one_pass import OnePass
+from hf_l2l.optim.one_pass import OnePass, Pieces
 from hf_l2l.optim.rounded_state import Rounding, is_rounded, keeps_16_bits, widened
 
 _OF_THE_PARAMETERS = ("params", "param_names")
@@ -303,6 +303,7 @@ class Part:
         factors: Mapping[torch.Tensor, torch.Tensor] | None = None,
         allocated: Callable[[int], None] = _nothing,
         copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        pieces: Pieces | None = None,
     ) -> set[torch.Tensor]:
         """Update the masters.
 
@@ -310,6 +311,7 @@ class Part:
             factors: master -> the number that its gradient is multiplied by first, a 0-dim host tensor.
             allocated: told the bytes of gradients and state in fp32 that exist until this update is over.
             copies: master -> its copy in 16 bits.
+            pieces: those of the only master, if its gradient is still arriving; None if all gradients are there.
 
         Returns:
             the masters whose copies have got the new values.
@@ -320,7 +322,7 @@ class Part:
         given, self._given = self._given, []
         if self._layer is None or not given:
             return set()
-        return _PartRun(self._step, self._layer, given, factors or {}, copies or {}, allocated).run()
+        return _PartRun(self._step, self._layer, given, factors or {}, copies or {}, allocated, pieces).run()
 
 
 class _PartRun:
@@ -334,8 +336,9 @@ class _PartRun:
         factors: Mapping[torch.Tensor, torch.Tensor],
         copies: Mapping[torch.Tensor, torch.Tensor],
         allocated: Callable[[int], None],
+        pieces: Pieces | None,
     ) -> None:
-        self._step, self._layer, self._allocated = step, layer, allocated
+        self._step, self._layer, self._allocated, self._pieces = step, layer, allocated, pieces
         # Hooks see the gradients that the step uses.
         self._is_seen = any(getattr(hook, "reads_gradients", True) for hook in hooks_of_all_steps())
         self._updates: list[tuple[_Member, ParameterUpdate]] = []
@@ -361,10 +364,17 @@ class _PartRun:
             else:
                 self._others.append(member)
             if update is None or self._is_seen:
+                self._wait_for_pieces()
                 member.show(requires_grad=requires_grad)
                 member.stand_in.grad = self._converted(member.stand_in, gradient, factors.get(p), to_scale)
         if to_scale:
             torch._foreach_mul_(*map(list, zip(*to_scale, strict=True)))
+
+    def _wait_for_pieces(self) -> None:
+        """Wait for the whole gradient, which is used now."""
+        if self._pieces is not None:
+            self._pieces.before(len(self._pieces.ends) - 1)
+            self._pieces = None
 
     def _in_one_pass(
         self,
@@ -429,7 +439,7 @@ class _PartRun:
                 seen = [(each, m.stand_in.grad) for m, each in self._updates]
                 one_pass.run([replace(each, gradient=g, factor=1.0) for each, g in seen if g is not None])
             else:
-                one_pass.run([update for _, update in self._updates])
+                one_pass.run([update for _, update in self._updates], self._pieces)
             for member, update in self._updates:
                 if self._is_seen:
                     member.stand_in.grad = None

@@ -11,6 +11,7 @@ bits, at several times the time.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import threading
 import warnings
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -76,6 +77,19 @@ def form_of(optimizer: torch.optim.Optimizer) -> Form | None:
     return next((form for kind, form in known if step is unhooked_step(kind)), None)
 
 
+class Pieces(Protocol):
+    """The pieces of a parameter whose gradient is still arriving, and whose new values are waited for."""
+
+    ends: Sequence[int]
+    """The end of each, in elements: multiples of `CHUNK`, but for the last one."""
+
+    def before(self, number: int) -> None:
+        """Wait until the gradient of this piece, and of those before it, is there."""
+
+    def after(self, number: int) -> None:
+        """The master and its copy have their new values in this piece."""
+
+
 class OnePass:
     """The pass for one optimizer."""
 
@@ -122,12 +136,28 @@ class OnePass:
             update.exponents = [state[exponents_of(key)] for key in keys]
         return True
 
-    def run(self, updates: Sequence[ParameterUpdate]) -> None:
-        """Make the updates, which it `takes`, with the threads of this thread's worker."""
+    def run(self, updates: Sequence[ParameterUpdate], pieces: Pieces | None = None) -> None:
+        """Make the updates, which it `takes`, with the threads of this thread's worker; that of a single parameter
+        piece by piece, if there are `pieces`."""
         numbers: dict[tuple[int, float, float], Numbers] = {}
-        of_dtypes: dict[tuple[bool, torch.dtype, torch.dtype | None], list[ParameterUpdate]] = {}
         for update in updates:
             self._begin(update, numbers)
+        if pieces is None:
+            self._make(updates)
+        elif self._form.has_norms:  # which are of the whole parameter
+            pieces.before(len(pieces.ends) - 1)
+            self._make(updates)
+        else:
+            [update] = updates
+            for number, (begin, end) in enumerate(itertools.pairwise((0, *pieces.ends))):
+                pieces.before(number)
+                self._make([update.part(begin, end)])
+                pieces.after(number)
+        torch.autograd.graph.increment_version([update.master for update in updates])
+
+    def _make(self, updates: Sequence[ParameterUpdate]) -> None:
+        of_dtypes: dict[tuple[bool, torch.dtype, torch.dtype | None], list[ParameterUpdate]] = {}
+        for update in updates:
             copy = None if update.copy is None else update.copy.dtype
             of_dtypes.setdefault((bool(update.moments), update.gradient.dtype, copy), []).append(update)
         for (has_moments, gradient, copy), some in of_dtypes.items():
@@ -135,7 +165,6 @@ class OnePass:
             if observer.HOST_LISTENERS:
                 observer.host_works(_work_of(kind, some))
             ENGINES.update(self._form, kind, some)
-        torch.autograd.graph.increment_version([update.master for update in updates])
 
     def prepare(self, group: Mapping[str, Any], gradient: torch.dtype, copy: torch.dtype | None) -> None:
         """Compile what updates of such gradients and copies need, before the first of them."""
@@ -172,10 +201,10 @@ def _is_count(value: Any) -> bool:
 def _work_of(kind: Kind, updates: Sequence[ParameterUpdate]) -> observer.HostWork:
     """What these updates, all of one kind, read and write."""
     copies = [each.copy for each in updates if each.copy is not None]
-    written = [tensor for each in updates for tensor in (each.master, *each.moments)]
+    changed = [tensor for each in updates for tensor in (each.master, *each.moments)]
     slowness = BYTE_TIMES[kind.moments] if kind.has_moments else 1.0
     name, gradients = kind.form.strip("_"), [each.gradient for each in updates]
-    return observer.HostWork(f"the update of weights by {name}", gradients, [*written, *copies], slowness)
+    return observer.HostWork(f"the update of weights by {name}", gradients, changed, copies, slowness)
 
 
 class _Failing:

@@ -58,8 +58,10 @@ class HostWork(NamedTuple):
     what: str
     reads: Sequence[torch.Tensor]
     """The tensors that are read."""
-    writes: Sequence[torch.Tensor]
+    changes: Sequence[torch.Tensor]
     """Those that are read and written."""
+    writes: Sequence[torch.Tensor]
+    """Those that are written."""
     slowness: float
     """Its time for each byte, relative to that of torch's fused AdamW in fp32."""
 

@@ -39,16 +39,32 @@ class EngineFailedError(RuntimeError):
 class Task:
     """A piece of work for a `Worker`."""
 
-    def __init__(self, what: str) -> None:
-        """`what` names the work in errors and logs, as in "the update of blocks.3"."""
+    def __init__(self, what: str, pieces: int = 0) -> None:
+        """`what` names the work in errors and logs, as in "the update of blocks.3"; of so many pieces it tells when
+        they are done."""
         self.what = what
         self._over = threading.Event()
+        self._pieces = [threading.Event() for _ in range(pieces)]
         self._worker: Worker | None = None
 
     @property
     def done(self) -> bool:
         """Whether the task has ended, with or without success."""
         return self._over.is_set()
+
+    def end_piece(self, number: int) -> None:
+        """Called by the work: this piece is done."""
+        self._pieces[number].set()
+
+    def end(self) -> None:
+        """Called by the worker: the task has ended, with or without success."""
+        self._over.set()
+        for piece in self._pieces:
+            piece.set()
+
+    def wait_for_piece(self, number: int, why: str) -> None:
+        """`wait` for a piece of the work."""
+        self._wait(self._pieces[number], why)
 
     def wait(self, why: str) -> None:
         """Wait until the task has ended; `why` is one of the `wait_reasons`.
@@ -57,6 +73,9 @@ class Task:
             Exception: the exception of a task, if it has not been raised before.
             EngineFailedError: if the task failed, or did not run because another one had failed.
         """
+        self._wait(self._over, why)
+
+    def _wait(self, event: threading.Event, why: str) -> None:
         assert why and self._worker is not None, "a wait has a reason, and follows the submission"
         if self._worker.is_current and not self.done:
             raise RuntimeError(
@@ -65,8 +84,8 @@ class Task:
             )
         # In short intervals: signals are handled in between, and a dead thread does not block this one for ever.
         where = f"waiting for {self.what}, {{seconds}} so far"
-        with nullcontext() if self.done else StallLog().inside(where):
-            while not self._over.wait(_POLL_S):
+        with nullcontext() if event.is_set() else StallLog().inside(where):
+            while not event.wait(_POLL_S):
                 if not self._worker.lives:
                     raise EngineFailedError(
                         f"{self.what} will never end: its thread is dead, or belongs to the process that this one was "
@@ -288,7 +307,7 @@ class Worker:
         """
         task._worker = self
         with ExitStack() as at_errors:
-            at_errors.callback(task._over.set)  # who waits for it gets the failure
+            at_errors.callback(task.end)  # who waits for it gets the failure
             self.check()
             modes = modes or Modes.current()
             if not self._threads or modes.flushes != self._flushes:
@@ -397,7 +416,7 @@ class _Reporting:
                 error.add_note(f"raised in {self.task.what}")
                 self.state.fail(error)
         finally:
-            self.task._over.set()
+            self.task.end()
         return True
 
 

@@ -154,7 +154,7 @@ class VirtualClock:
 
     def _host_works(self, work: HostWork) -> None:
         """Work outside of torch costs its bytes, at its own rate."""
-        num_bytes = sum(map(_host_bytes, work.reads)) + 2 * sum(map(_host_bytes, work.writes))
+        num_bytes = sum(map(_host_bytes, (*work.reads, *work.writes))) + 2 * sum(map(_host_bytes, work.changes))
         seconds = work.slowness * num_bytes / self._recorder.costs.host_bytes_per_s
         self._recorder.host_work(work.what, seconds)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_l2l.runtime.observer import HostWork
 from hf_l2l.testing import sim_host
 from hf_l2l.testing.sim_host import overlap
 from hf_l2l.testing.sim_memory import Block, MemoryAccount
@@ -130,6 +131,19 @@ def land(clock: Clock) -> None:
                 copy.run()
     finally:
         _give_back_held()
+
+
+def refuse_races(work: HostWork) -> None:
+    """Raise RuntimeError for work of the host on memory that a copy is using, for which the host has not waited."""
+    with LOCK:
+        touched = [range_of(tensor) for tensor in (*work.reads, *work.changes, *work.writes)]
+        for copy in list(_queue):  # the device does those now: nothing says that it does them later
+            on_host = [
+                place for place, there in zip(copy.ranges, (copy.uploads, copy.downloads), strict=True) if there
+            ]
+            if any(overlap(place, each) for place in on_host for each in touched):
+                land(copy.clock)
+    sim_host.refuse_races(work)
 
 
 def copies_under_way(stream: torch.Stream | None = None) -> int:

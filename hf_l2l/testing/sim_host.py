@@ -84,13 +84,14 @@ def show_at_once(target: torch.Tensor) -> None:
 
 
 def refuse_races(work: HostWork) -> None:
-    """Raise for work of the host on memory that a copy is using, for which the host has not waited.
+    """Raise for work of the host on memory that a copy which the device has done is using, for which the host has not
+    waited.
 
     Raises:
         RuntimeError: if it reads or writes what is being downloaded, or writes what is being uploaded.
     """
     with LOCK:
-        for tensor in (*work.reads, *work.writes):
+        for tensor in (*work.reads, *work.changes, *work.writes):
             touched = range_of(tensor)
             found = next((a for a in _arrivals if overlap(range_of(a.target), touched)), None)
             if found is not None:
@@ -99,7 +100,7 @@ def refuse_races(work: HostWork) -> None:
                     f"{ORDER.names[found.stream]} the host has not waited for: read-after-write race; let the host "
                     "wait (synchronize) for an event recorded after the copy"
                 )
-        for tensor in work.writes:
+        for tensor in (*work.changes, *work.writes):
             touched = range_of(tensor)
             watched = next((w for w in WATCHED if overlap((w.access.low, w.access.high), touched)), None)
             if watched is not None and not within(watched.access, ORDER.host):

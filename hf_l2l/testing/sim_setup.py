@@ -10,8 +10,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from hf_l2l.runtime.observer import HOST_LISTENERS
 from hf_l2l.testing import sim_autocast, sim_backward, sim_collectives, sim_device, sim_kernels, sim_patches
+from hf_l2l.testing.sim_copies import refuse_races
 from hf_l2l.testing.sim_devices import NAME, count_several
-from hf_l2l.testing.sim_host import refuse_races
 
 _once = threading.Lock()
 _started = threading.Event()  # not set where the first backward came too early: every further call then says so too

@@ -14,14 +14,14 @@ class _Job:
     """Stands in for the event that a task sets at its end. The work is done when a thread waits for it."""
 
     def __init__(self, lane: _Lane, run: Callable[[], None]) -> None:
-        self._lane = lane
+        self.lane = lane
         self._run: Callable[[], None] | None = run
         self._submitted = lane.clock.moment()
         self.end: Moment | None = None
 
     def do(self) -> None:
         """Do the work, after all work submitted before."""
-        clock, lane = self._lane.clock, self._lane
+        clock, lane = self.lane.clock, self.lane
         with clock.own_time("worker", lane.free):
             clock.wait_for(self._submitted)
             assert self._run is not None, "work is done once"
@@ -35,7 +35,30 @@ class _Job:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Make the calling thread wait in virtual time."""
-        self._lane.clock.wait_for(self._lane.end_of(self))
+        self.lane.clock.wait_for(self.lane.end_of(self))
+        return True
+
+
+class _Piece:
+    """Stands in for the event that a piece of a task sets at its end."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._end: Moment | None = None
+
+    def set(self) -> None:
+        """The work has got so far."""
+        self._end = self._job.lane.clock.moment()
+
+    def is_set(self) -> bool:
+        """See `_Job.is_set`."""
+        return self._end is not None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Make the calling thread wait in virtual time, for the piece alone."""
+        lane = self._job.lane
+        end = lane.end_of(self._job)
+        lane.clock.wait_for(self._end or end)
         return True
 
 
@@ -64,8 +87,9 @@ def engine_on_clock(clock: VirtualClock, eps: Any) -> Iterator[None]:
 
     def submit(task: Any, run: Callable[[], None], modes: Any = None) -> None:
         worker.check()
-        task._worker, task._over = worker, _Job(lane, run)
-        lane.jobs.append(task._over)
+        job = _Job(lane, run)
+        task._worker, task._over, task._pieces = worker, job, [_Piece(job) for _ in task._pieces]
+        lane.jobs.append(job)
 
     worker.submit = submit
     for each in clocks:
