@@ -16,7 +16,7 @@ import torch
 
 from hf_l2l.optim.eight_bits import BLOCK, read, write
 from hf_l2l.optim.forms import LAMB, Chunk, Form, ParameterUpdate
-from hf_l2l.optim.rounded_state import CHUNK, random_bits, random_halves, round_to_bf16
+from hf_l2l.optim.rounded_state import CHUNK, random_bits, round_to_bf16
 from hf_l2l.runtime.worker import together
 
 SLICE = 2**17
@@ -103,7 +103,7 @@ class _Chunks:
         start, count, keys = number * CHUNK, moments[0].numel(), self._update.keys
         wide = _rows_of(_SCRATCH.moments, len(moments), count)
         if moments[0].dtype == torch.bfloat16:
-            round_to_bf16(wide, _rows_of(random_halves(start, count, keys), len(moments), count), moments)
+            round_to_bf16(wide, start, keys, moments)
             return
         drawn = random_bits(start, count, keys)
         for of, (row, codes) in enumerate(zip(wide.unbind(), moments, strict=True)):

@@ -79,8 +79,9 @@ def random_table() -> Array:
 
 @lru_cache(maxsize=1)
 def _halves() -> torch.Tensor:
-    """Two rows of int32: the lower halves of the table, and the upper ones."""
-    table = random_table()
+    """Two rows of int32: the lower halves of the numbers of the table, and the upper ones; each once, so that a cache
+    holds them."""
+    table = random_table()[:CHUNK]
     return torch.from_numpy(np.stack([table & np.uint32(0xFFFF), table >> np.uint32(16)]).astype(np.int32))
 
 
@@ -98,20 +99,28 @@ def random_bits(start: int, count: int, keys: Keys) -> Array:
     return random_table()[place : place + count]
 
 
-def random_halves(start: int, count: int, keys: Keys) -> torch.Tensor:
-    """The `random_bits` in two rows, the lower halves and the upper ones: int32, not to be written to."""
-    place = random_place(start, keys)
-    return _halves().narrow(1, place, count)
+def round_to_bf16(
+    values: torch.Tensor, start: int, keys: Keys, out: Sequence[torch.Tensor], *, upper: bool = False
+) -> None:
+    """Round each row of `values` to one of `out`, a number to one of its two neighbours. Infinities, NaN, and what
+    bfloat16 can represent do not change.
 
-
-def round_to_bf16(values: torch.Tensor, noise: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
-    """Round each row of `values` (float32) to one of `out` (bfloat16): a number to one of its two neighbours, by the
-    16 random bits that are its `noise`. Infinities, NaN, and what bfloat16 can represent do not change. The values are
-    overwritten: operations in place use less of a cache."""
+    Args:
+        values: float32, the elements of a chunk from number `start` on; they are overwritten, since operations in
+            place use less of a cache.
+        start, keys: say which random bits they get.
+        out: bfloat16, one for each row.
+        upper: whether the first row gets the upper half of its random bits, as the second one does.
+    """
     if math.isnan(values.sum().item()):
         values.masked_fill_(values.isnan(), math.nan)  # a carry could make a number of another NaN
+    rounded = values.view(torch.int32)
+    place, count = random_place(start, keys), values.shape[1]
+    noise, until_end = _halves().narrow(0, int(upper), len(out)), min(count, CHUNK - place)
     # bfloat16 neighbours are 65536 apart in bits of fp32, and a carry rounds away from zero.
-    rounded = values.view(torch.int32).add_(noise).bitwise_right_shift_(_16)
+    rounded.narrow(1, 0, until_end).add_(noise.narrow(1, place, until_end))
+    rounded.narrow(1, until_end, count - until_end).add_(noise.narrow(1, 0, count - until_end))
+    rounded.bitwise_right_shift_(_16)
     for short, row in zip(out, rounded.unbind(), strict=True):
         short.view(torch.int16).copy_(row)
 
@@ -133,9 +142,8 @@ def stochastically_rounded(
         out = torch.empty_like(values, dtype=torch.bfloat16)
     chunks = zip(elements(values).split(CHUNK), elements(out).split(CHUNK), strict=True)
     for number, (wide, short) in enumerate(chunks):
-        count = wide.numel()
-        noise = random_halves(number * CHUNK, count, keys)[int(upper)]
-        round_to_bf16(_SCRATCH.values[:, :count].copy_(wide), noise, [short])
+        values = _SCRATCH.values[:, : wide.numel()].copy_(wide)
+        round_to_bf16(values, number * CHUNK, keys, [short], upper=upper)
     return out
 
 
