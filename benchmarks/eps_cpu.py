@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -195,22 +194,20 @@ def measured(options: argparse.Namespace, threads: int) -> dict[str, dict[str, A
     """For each case the nanoseconds for a parameter, and the ratio to the flat step of the same turn."""
     shared, worker = Shared(options), Worker(threads)
     flat = Flat(shared.size, OPTIMIZERS["AdamW"], threads)
-    made: dict[str, Callable[[], Callable[[], None]]] = {
-        name: partial(Ours, kind, shared, worker) for name, kind in CASES.items()
-    }
-    other = deepspeed()
-    if other is not None:
-        made[DEEPSPEED] = partial(Flat, shared.size, other, threads)
     found: dict[str, dict[str, Any]] = {}
     flats: list[float] = []
-    for name, make in made.items():
-        turns = in_turns(flat, make(), threads, shared.size, options)
-        flats += [one for one, _ in turns]
-        found[name] = {
-            "ns": percentiles([other for _, other in turns]),
-            "ratio": percentiles([other / one for one, other in turns]),
-            "most": CASES[name].most if name in CASES else None,
-        }
+
+    def measure(name: str, case: Callable[[], None], most: float | None = None) -> None:
+        turns = in_turns(flat, case, threads, shared.size, options)
+        flats.extend(one for one, _ in turns)
+        ns, ratios = [other for _, other in turns], [other / one for one, other in turns]
+        found[name] = {"ns": percentiles(ns), "ratio": percentiles(ratios), "most": most}
+
+    for name, kind in CASES.items():
+        measure(name, Ours(kind, shared, worker), kind.most)
+    other = deepspeed()  # at the end: its import makes the work of Python slower
+    if other is not None:
+        measure(DEEPSPEED, Flat(shared.size, other, threads))
     worker.close()
     return {"torch's fused AdamW, flat": {"ns": percentiles(flats), "ratio": None}, **found}
 
