@@ -163,7 +163,7 @@ def _plan_within(
 
     run = run_of(1)
     refuse_small(run, budget)  # before a machine is measured
-    rates = Rates.of(figures or known_figures(device), run.multiplies_in)
+    rates = Rates.of(figures or known_figures(device), run.multiplies_in, config)
 
     def of_step(plan: Plan) -> Plan:
         """With the time of all batches of a step."""

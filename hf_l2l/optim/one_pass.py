@@ -46,9 +46,19 @@ _LIKE: dict[torch.dtype | None, Any] = {
 }
 """What tells `kernels` the dtype of a tensor."""
 
-BYTE_TIMES = {torch.float32: 1.0, torch.bfloat16: 1.4, torch.uint8: 2.2}
-"""Dtype of the moments -> the time of an update for each byte, relative to that of torch's fused AdamW in fp32: what
-is rounded has more arithmetic for fewer bytes."""
+BYTE_TIMES = {torch.float32: 1.15, torch.bfloat16: 2.1, torch.uint8: 3.1}
+"""Dtype of the moments -> the time of an update for each byte that it reads or writes, relative to that of torch's
+fused AdamW on one flat tensor in fp32 (28 bytes): what is rounded has more arithmetic for fewer bytes. Of the rows of
+`benchmarks/eps_cpu.py`, with one thread on two cores with AVX512."""
+
+
+def relative_time(gradient: torch.dtype, moments: Kept, copy: torch.dtype | None) -> float:
+    """The time of an update of Adam per parameter, with a copy in this dtype, relative to that of torch's fused AdamW
+    in fp32."""
+    kept = KEPT[moments]
+    num_bytes = gradient.itemsize + 2 * (4 + 2 * kept.itemsize) + (0 if copy is None else copy.itemsize)
+    return BYTE_TIMES[kept] * num_bytes / 28
+
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -332,7 +332,7 @@ class RunShapes:
         ]
         forward = sum(cost.forward_flops for cost in costs) / tokens / rates.flops
         backward = sum(cost.backward_flops for cost in costs) / tokens / rates.flops
-        update = sum(layer.trained for layer in streamed) / rates.adamw
+        update = sum(layer.trained for layer in streamed) / rates.update
         return {
             "upload": math.ceil(sum(layer.travels for layer in streamed) / rates.link_up / forward),
             "update": math.ceil(update / forward),

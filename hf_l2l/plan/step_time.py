@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_l2l.config import L2LConfig
+from hf_l2l.optim.one_pass import relative_time
 from hf_l2l.pipeline.times import Lane, LayerSeconds
 from hf_l2l.probe.figures import HardwareFigures
 
@@ -27,29 +29,38 @@ class Rates:
     """Bytes/s from host to device."""
     link_down: float
     """Bytes/s from device to host."""
-    adamw: float
-    """Parameters/s that the host updates."""
+    update: float
+    """Parameters/s that the host updates, with gradients, moments and copies of weights as the options say."""
     device_adamw: float
     """Parameters/s that the device updates."""
     per_call: float = 0.0
     """Seconds that a micro-batch of a layer takes besides its operations, in each sweep."""
 
     @classmethod
-    def of(cls, figures: HardwareFigures, dtype: torch.dtype | None) -> Rates:
-        """Of a machine that was probed, for layers that multiply matrices in `dtype` (None: float32).
+    def of(cls, figures: HardwareFigures, dtype: torch.dtype | None, config: L2LConfig | None = None) -> Rates:
+        """Of a machine that was probed, for layers that multiply matrices in `dtype` (None: float32), and for updates
+        with the options of `config`, which may keep gradients and moments in fewer bits.
 
         Where host and device share memory, nothing travels. A device that has not been seen to update is taken to
-        update as fast as the host.
+        update as fast as the host. Of several numbers of threads that were measured, the host has the fastest one, or
+        the largest one that is not more than `num_threads`.
         """
         name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype or torch.float32, "fp32")
-        adamw = max(figures.adamw_by_threads.values())
+        config = config or L2LConfig()
+        threads = figures.adamw_by_threads
+        fewer = [count for count in threads if count <= (config.num_threads or 0)]
+        most = max(threads, key=threads.__getitem__)
+        adamw = threads[most if config.num_threads is None else max(fewer, default=min(threads))]
+        gradient = torch.bfloat16 if config.grad_dtype == "16bit" else torch.float32
+        has_copies = config.cmp is not None and config.host_copies == "kept"
+        update = adamw / relative_time(gradient, config.moment_dtype, torch.bfloat16 if has_copies else None)
         # Both directions are in use at once.
         up, down = figures.link_up_both or figures.link_up, figures.link_down_both or figures.link_down
         return cls(
             flops=figures.flops.get(name, max(figures.flops.values())),
             link_up=up or math.inf,
             link_down=down or math.inf,
-            adamw=adamw,
+            update=update,
             device_adamw=figures.device_adamw or adamw,
         )
 
@@ -149,7 +160,7 @@ class _Steps:
         there = sum(unit.on_device for unit in units)
         end = self.lanes["compute"].run(there / self.rates.device_adamw, end)
         for number, unit in enumerate(units):
-            self.updated[number] = self.lanes["update"].run(unit.parameters / self.rates.adamw, end)
+            self.updated[number] = self.lanes["update"].run(unit.parameters / self.rates.update, end)
         # The next step begins while masters are updated, unless updates are serial.
         self.begin = end if defers else max(end, *self.updated)
         busy = {name: lane.busy for name, lane in self.lanes.items()}
@@ -311,5 +322,5 @@ def pipelined(cost: Cost, rates: Rates) -> LayerSeconds:
         up=cost.forward_up / rates.link_up,
         up_again=cost.backward_up / rates.link_up,
         down=cost.backward_down / rates.link_down,
-        update=cost.parameters / rates.adamw,
+        update=cost.parameters / rates.update,
     )

@@ -15,8 +15,8 @@ from hf_l2l.probe.figures import HardwareFigures
 
 REACHED = 0.6
 """The part of a card's dense peak that layers reach in a training."""
-ADAMW_ON_HOST, ADAMW_ON_DEVICE = 36, 28
-"""Bytes of memory that AdamW moves per parameter: on the host with the upload of the master and its 16-bit copy."""
+ADAMW_BYTES = 28
+"""Bytes of memory that AdamW reads and writes per parameter, in fp32."""
 
 
 ASSUMED_DISK = DiskRates(read=3e9, written=2e9, read_beside=2e9, written_beside=1.5e9)
@@ -46,10 +46,10 @@ class _Card(NamedTuple):
             link_up_both=link,
             link_down_both=link,
             dram=self.dram * 1e9,
-            adamw_by_threads={1: self.dram * 1e9 / ADAMW_ON_HOST},
+            adamw_by_threads={1: self.dram * 1e9 / ADAMW_BYTES},
             flops={dtype: REACHED * peak * 1e12 for dtype, peak in self.peak.items()},
             page_locked=True,
-            device_adamw=self.device_dram * 1e9 / ADAMW_ON_DEVICE,
+            device_adamw=self.device_dram * 1e9 / ADAMW_BYTES,
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from hf_l2l.config import L2LConfig
@@ -32,11 +30,7 @@ def rates_of(figures: HardwareFigures, run: RunShapes, config: L2LConfig, *, mea
             f"{figures.device_name} with {', '.join(figures.flops)}, the dtypes in which it multiplies matrices); "
             "give cmp one of them, leave out cmp, or leave out bf16"
         )
-    rates = Rates.of(figures, run.multiplies_in)
+    rates = Rates.of(figures, run.multiplies_in, config)
     if measures:
         rates = with_layer_rates(rates, run, execution_device(config.device))
-    if config.num_threads is None:
-        return rates
-    # Of the numbers of threads that were measured, the largest that are not more than will run.
-    fewer = [count for count in figures.adamw_by_threads if count <= config.num_threads]
-    return replace(rates, adamw=figures.adamw_by_threads[max(fewer, default=min(figures.adamw_by_threads))])
+    return rates

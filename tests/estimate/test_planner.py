@@ -18,16 +18,18 @@ from torch.overrides import TorchFunctionMode
 from benchmarks import budget_curve
 from hf_l2l import L2LConfig
 from hf_l2l.memory.device_memory import HEAD
+from hf_l2l.optim import one_pass
 from hf_l2l.option_names import options_of_the_trainer
 from hf_l2l.plan.layer_probe import with_layer_rates
 from hf_l2l.plan.planner import BudgetError, make_plan, needed, parse_budget, time_of
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Cost, Rates, step_time
+from hf_l2l.probe.figures import HardwareFigures
 from hf_l2l.shapes.inputs import example_inputs
 from models import FAMILIES
 from tiers import more, nightly
 
-RATES = Rates(flops=1.0, link_up=1.0, link_down=1.0, adamw=1.0, device_adamw=1.0)
+RATES = Rates(flops=1.0, link_up=1.0, link_down=1.0, update=1.0, device_adamw=1.0)
 
 
 NOTHING, SHELL = Cost(), Cost(forward_flops=1, backward_flops=2)
@@ -83,6 +85,20 @@ def shapes_of(kind: str, rows: int, **options: Any) -> RunShapes:
     return RunShapes(model, L2LConfig(), inputs, device=torch.device("cuda"), **options)
 
 
+def test_updates_take_the_time_of_what_they_keep():
+    threads = {1: 1e9, 2: 2e9}
+    figures = HardwareFigures("a card", None, 1e9, 1e9, None, None, 1e11, threads, {"fp32": 1e12})
+
+    def update(**options: Any) -> float:
+        return Rates.of(figures, None, L2LConfig(**options)).update
+
+    rates = [update(), update(cmp="bf16"), update(cmp="bf16", moment_dtype="bf16")]
+    assert rates == sorted(rates, reverse=True) and len(set(rates)) == 3
+    assert update(cmp="bf16") < update(cmp="bf16", host_copies="per_sweep") == update()
+    assert update(grad_dtype="16bit") > update()
+    assert update() == pytest.approx(2 * update(num_threads=1)) == 2e9 / one_pass.BYTE_TIMES[torch.float32]
+
+
 def layer_rates(run: RunShapes, seconds: list[float]) -> Rates:
     given = iter(seconds)
     return with_layer_rates(replace(RATES, link_up=2.0), run, torch.device("cpu"), lambda work: next(given))
@@ -98,7 +114,7 @@ def test_operations_are_told_from_what_comes_besides():
     run = shapes_of("llama", 8)
     found = layer_rates(run, [3e-3 + flops_of(run, rows) / 1e10 for rows in (1, 8)])
     assert found.flops == pytest.approx(1e10) and found.per_call == pytest.approx(1.5e-3)
-    assert (found.link_up, found.link_down, found.adamw, found.device_adamw) == (2.0, 1.0, 1.0, 1.0)
+    assert (found.link_up, found.link_down, found.update, found.device_adamw) == (2.0, 1.0, 1.0, 1.0)
     for rows, seconds in ((1, [0.5]), (8, [0.5, 0.5]), (8, [0.6, 0.5])):
         found = layer_rates(shapes_of("llama", rows), seconds)
         assert found.flops == pytest.approx(flops_of(run, rows) / seconds[-1]) and found.per_call == 0
@@ -135,10 +151,10 @@ def test_layers_of_many_kinds_run(kind, autocast):
 
 ROWS = 4
 BY_BOUND = {
-    "link": Rates(flops=1e13, link_up=1e9, link_down=1e9, adamw=1e10, device_adamw=1e10),
-    "update": Rates(flops=1e13, link_up=1e11, link_down=1e11, adamw=1e8, device_adamw=1e10),
-    "compute": Rates(flops=1e11, link_up=1e10, link_down=1e10, adamw=1e9, device_adamw=1e10),
-    "calls": Rates(flops=1e13, link_up=1e10, link_down=1e10, adamw=1e9, device_adamw=1e10, per_call=1e-4),
+    "link": Rates(flops=1e13, link_up=1e9, link_down=1e9, update=1e10, device_adamw=1e10),
+    "update": Rates(flops=1e13, link_up=1e11, link_down=1e11, update=1e8, device_adamw=1e10),
+    "compute": Rates(flops=1e11, link_up=1e10, link_down=1e10, update=1e9, device_adamw=1e10),
+    "calls": Rates(flops=1e13, link_up=1e10, link_down=1e10, update=1e9, device_adamw=1e10, per_call=1e-4),
 }
 LINK = BY_BOUND["link"]
 
@@ -266,7 +282,7 @@ def test_with_state_on_disk_not_all_weights_are_resident():
 def test_the_curve_falls_from_l2l_to_plain_training():
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     run = budget_curve.run_of(hf.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=500), 2, 64)
-    rates = Rates(flops=1e12, link_up=1e9, link_down=1e9, adamw=1e8, device_adamw=1e11)
+    rates = Rates(flops=1e12, link_up=1e9, link_down=1e9, update=1e8, device_adamw=1e11)
     points = budget_curve.curve(run, rates, 4)
     budget_curve.check(run, rates, points)
     streamed, plain = budget_curve.ends(run)
