@@ -232,7 +232,9 @@ class CheckpointsMixin(ResumingMixin):
         assert attached is not None and isinstance(attached.eps, SharedEagerParamServer), "ranks have one EPS"
         eps, commit = attached.eps, partial(self._commit, about=about, in_parallel=not in_background)
         get_ready = partial(self._get_ready, target)
-        values = not in_background or not all(m.can_be_held for m in eps.masters.all())  # rank 0 writes what cannot
+        # Rank 0 writes what cannot be held, and moments in 8 bits, which it makes fp32.
+        by_rank_0 = self._has_blocks or not all(m.can_be_held for m in eps.masters.all())
+        values = not in_background or by_rank_0
         with nullcontext() if self.args.save_only_model else eps.updates.state_gathered(values=values):
             if in_background:
                 return begun_in_background(eps, target, get_ready=get_ready, write=write, commit=commit)
@@ -382,10 +384,14 @@ class CheckpointsMixin(ResumingMixin):
             reserved.save_torch(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME, blocks)
 
     @property
+    def _has_blocks(self) -> bool:
+        """Whether moments are in 8 bits."""
+        return bool(own_option(self.args, "l2l_moment_dtype") == "8bit")
+
+    @property
     def _keeps_blocks(self) -> bool:
         """Whether moments in 8 bits are written by this process alone."""
-        is_asked = bool(own_option(self.args, "l2l_moment_dtype") == "8bit")
-        return is_asked and self.args.world_size == 1 and can_write_places()
+        return self._has_blocks and self.args.world_size == 1 and can_write_places()
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Overridden for devices whose random generators transformers does not save."""

@@ -28,6 +28,7 @@ from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.optim.layer_optimizers import parameters_of
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.optimizer_entry import OptimizerEntry
+from hf_l2l.optim.rounded_state import Rounding
 from hf_l2l.ranks.owners import dealt, mask_of, share_of_cores
 from hf_l2l.ranks.peers import OtherCallsError, Peers, RankFailedError
 from hf_l2l.ranks.team import Team
@@ -260,6 +261,8 @@ class SharedUpdates(Updates):
     def _expect(self, optimizer: torch.optim.Optimizer, others: Sequence[Master], *, in_step: bool) -> None:
         """Hold masters that their owners update now."""
         assert self._state is not None, "made with the first optimizer"
+        if self.rounds:  # its seed is in the groups, which eager updates must find as they were
+            Rounding.of(optimizer)
         team = self.team
         far = [
             (ranks[place], near)

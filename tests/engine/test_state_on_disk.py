@@ -26,8 +26,8 @@ from tiers import cpu_suffices, more, nightly, on_the_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in host memory:UserWarning")  # where folders of tests are
 
-WIDTH = 32
-"""So large that the moments of a layer's matrices are no small tensors, which stay in memory."""
+WIDTH = 64
+"""So large that the moments of a layer's matrices, in 8 bits, too, are no small tensors, which stay in memory."""
 
 
 def toy(layers: int = 3, width: int = WIDTH, **more: Any) -> Toy:
@@ -60,6 +60,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("AdamW", "deferred", {}),
     ("LAMB", "serial", {"cmp": "bf16", "host_copies": "per_sweep"}),
     ("AdamW", "eager", {"moment_dtype": "bf16", "grad_dtype": "16bit"}),
+    ("AdamW", "deferred", {"moment_dtype": "8bit", "cmp": "bf16"}),
+    ("LAMB", "eager", {"moment_dtype": "8bit", "grad_dtype": "16bit"}),
+    ("SGD", "serial", {"moment_dtype": "8bit"}),
     ("SGD", "deferred", {"stash": "disk"}),
     ("LAMB", "eager", {"cmp": "bf16"}),
 ]
@@ -73,7 +76,7 @@ if DEVICE != "cpu":
     ]
 
 
-@pytest.mark.parametrize(("optimizer", "mode", "options"), [*CASES[0 if DEVICE == "cpu" else 5 :], *more(*CASES[:5])])
+@pytest.mark.parametrize(("optimizer", "mode", "options"), [*CASES[0 if DEVICE == "cpu" else 8 :], *more(*CASES[:8])])
 def test_the_bits_are_those_of_state_in_memory(tmp_path, optimizer, mode, options):
     same = {"optimizer": optimizer, "eps_update": mode, "ubatch_size": 3, "accumulation": 2, **options}
     found = train(toy(), **same, **on_disk(tmp_path))
@@ -93,15 +96,17 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 @cpu_suffices
-def test_a_resumed_training_has_the_bits_of_the_unbroken_one(tmp_path):
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_a_resumed_training_has_the_bits_of_the_unbroken_one(tmp_path, moments):
     """State that is loaded moves to disk, and what is saved is what a training in memory saves."""
-    expected = after_steps(4)[-1]
-    model, _, optimizer, _ = after_steps(2, **on_disk(tmp_path))
+    expected = after_steps(4, moment_dtype=moments)[-1]
+    options = on_disk(tmp_path, moment_dtype=moments)
+    model, _, optimizer, _ = after_steps(2, **options)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     detach_l2l(model)
     other = toy()
     other.load_state_dict(weights)
-    other, eps, optimizer, _ = attach(other, **on_disk(tmp_path))
+    other, eps, optimizer, _ = attach(other, **options)
     optimizer.load_state_dict(state)
     up = other.blocks[0].up.weight
     assert is_mapped(up) and all(is_mapped(optimizer.state[up][key]) for key in ("exp_avg", "exp_avg_sq"))
@@ -169,12 +174,12 @@ def test_parameters_with_other_memory_move_to_disk_again(tmp_path):
 
 @nightly
 @on_the_host
-@pytest.mark.parametrize("frozen", [0, 2])
-def test_the_estimate_knows_the_window_and_what_passes(tmp_path, frozen):
+@pytest.mark.parametrize(("frozen", "more"), [(0, {}), (2, {}), (0, {"moment_dtype": "8bit"})], ids=str)
+def test_the_estimate_knows_the_window_and_what_passes(tmp_path, frozen, more):
     """What a step reads and writes, in pages, before the run; frozen parameters are read, and not written."""
     model = toy(4, 128)
     model.blocks[:frozen].requires_grad_(False)
-    options = on_disk(tmp_path, layer_classes=("Block",))
+    options = on_disk(tmp_path, layer_classes=("Block",), **more)
     made = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     found = estimate(model, L2LConfig(device="cpu", **options), made)
     _, eps, _, _ = attach(model, lambda _: made, **options)

@@ -49,6 +49,8 @@ ALL_MODES: dict[str, dict[str, Any]] = {
     **MODES,
     "eager": {"eps_update": "eager"},
     "16-bit state": {"moment_dtype": "bf16"},
+    "8-bit state": {"moment_dtype": "8bit"},
+    "8-bit state, eager": {"moment_dtype": "8bit", "grad_dtype": "16bit", "cmp": "bf16", "eps_update": "eager"},
     "resident": {"eps_update": "deferred", "resident": "shell", "resident_layers": 1, "resident_update": "host"},
     "kept": {"eps_update": "deferred", "kept_weights": 1, "kept_graphs": 1},
 }
@@ -58,6 +60,8 @@ CHOSEN = [
     ("2 that add on devices", "skipping", "ubatches", 2),
     ("2 hosts", "tied", "16-bit state", 1),
     ("3 hosts", "skipping", "bf16", 1),
+    ("2 on the host", "large", "8-bit state", 2),
+    ("3 hosts", "skipping", "8-bit state, eager", 1),
 ]
 MORE = [  # each place, model and mode, and the pairs that have most of their own
     *(("2 of two devices", "llama", "ubatches", 1), ("2 of two devices", "bert", "deferred", 2)),
@@ -65,6 +69,8 @@ MORE = [  # each place, model and mode, and the pairs that have most of their ow
     *(("4 on the host", name, mode, 2) for name, mode in zip(FAMILIES, MODES, strict=False) if name != "t5"),
     *(("3 that add on devices", name, "deferred", 2) for name in ("large", "adapted", "skipping", "gpt2")),
     *(("2 that add on devices", "llama", mode, 1) for mode in ("fp16", "16-bit gradients and state", "host stash")),
+    *(("2 on devices", "bert", "8-bit state, eager", 1), ("2 hosts with devices", "adapted", "8-bit state", 2)),
+    *(("2 hosts", name, "8-bit state", 1) for name in ("large", "tied")),
     *(("2 hosts", name, "deferred", 2) for name in ("large", "adapted", "deberta_v2", "skipping")),
     *(("3 hosts", "large", mode, 1) for mode in ("eager", "fp16", "16-bit state")),
     *(("2 hosts with devices", "tied", mode, 2) for mode in ("serial", "bf16 per sweep", "host stash")),
@@ -77,7 +83,7 @@ def test_ranks_have_the_bits_of_one_process(pool, place, name, mode, accumulated
     """Of accumulated batches, the order is that of the ranks in each micro-step. All find as many skipped steps."""
     where, options = PLACES[place], ALL_MODES[mode]
     alone_options = {k: v for k, v in where.options.items() if k != "reduce"}
-    rest = where.size, 3, accumulated, None if mode == "eager" else 0.5
+    rest = where.size, 3, accumulated, None if "eager" in mode else 0.5
     alone = pool(1, sim=where.sim).run(trained, name, {**options, **alone_options}, *rest)[0]
     given = name, {**options, **where.options}, *rest
     found = pool(where.size, sim=where.sim).run(on_hosts, where.hosts, trained, *given)

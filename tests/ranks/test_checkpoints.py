@@ -177,8 +177,13 @@ def trained_slowly(name: str, folder: str, options: dict[str, Any]) -> dict[str,
 @nightly
 @pytest.mark.parametrize(
     ("size", "hosts", "name", "options"),
-    [(2, 2, "dropout", {}), (3, 1, "large", {"cmp": "bf16"})],
-    ids=["2 hosts", "rows in 16 bits"],
+    [
+        (2, 2, "dropout", {}),
+        (3, 1, "large", {"cmp": "bf16"}),
+        (2, 1, "dropout", {"l2l_moment_dtype": "8bit"}),
+        (2, 2, "dropout", {"l2l_moment_dtype": "8bit"}),
+    ],
+    ids=["2 hosts", "rows in 16 bits", "moments of 8 bits", "2 hosts, moments of 8 bits"],
 )
 def test_checkpoints_have_the_values_of_their_step(pool, tmp_path, size, hosts, name, options):
     """All of the state, and are resumed."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -49,9 +50,9 @@ def test_hosts_are_added_in_their_order_each_as_a_whole(pool):
     assert pool(4).run(on_hosts, 2, sums_of, 2) == [0.0] * 4
 
 
-def state_of_hosts() -> dict[str, Any]:
+def state_of_hosts(moments: str) -> dict[str, Any]:
     """How many elements of moments this rank's host has, at some points of a training; and digests of its state."""
-    run = Ranked(eps_update="deferred")
+    run = Ranked(eps_update="deferred", moment_dtype=moments)
     sizes: dict[str, int] = {}
 
     def note(point: str) -> None:
@@ -82,9 +83,10 @@ def state_of_hosts() -> dict[str, Any]:
     return found | {"detached": digest(*values), "detached size": sum(v.numel() for v in values)}
 
 
-def test_each_host_has_its_share_of_the_state_and_all_who_asks(pool):
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_each_host_has_its_share_of_the_state_and_all_who_asks(pool, moments):
     """The first host alone gets it for a checkpoint; what was loaded can be asked for again."""
-    a, b = pool(2).run(on_hosts, 2, state_of_hosts)
+    a, b = pool(2).run(on_hosts, 2, state_of_hosts, moments)
     for step in range(2):
         shares = [each["sizes"][f"step {step}"] for each in (a, b)]
         assert sum(shares) == a["all"] and min(shares) > 0.25 * a["all"]
