@@ -42,6 +42,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moment_dtype": "bf16",
         "host_copies": "per_sweep",
     },
+    "cmp, grad_dtype 16bit, moment_dtype 8bit, host_copies per_sweep": {
+        "cmp": "auto",
+        "grad_dtype": "16bit",
+        "moment_dtype": "8bit",
+        "host_copies": "per_sweep",
+    },
 }
 
 

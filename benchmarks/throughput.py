@@ -61,7 +61,6 @@ from hf_l2l.devices import execution_device
 from hf_l2l.hf.training_args import l2l_config
 from hf_l2l.memory.host_limits import available_host_bytes, peak_process_bytes, process_bytes
 from hf_l2l.memory.memory_estimate import estimate
-from hf_l2l.model.stacks import find_stacks
 from hf_l2l.plan.estimate import estimate_of, report_of
 from hf_l2l.plan.phases import phases_of_l2l
 from hf_l2l.plan.planner import time_of
@@ -262,22 +261,16 @@ def host_setting(
     model: nn.Module, mode: str, options: Namespace, device: torch.device | None = None
 ) -> tuple[dict[str, Any] | None, int]:
     """How the host keeps what it keeps, and the bytes that it needs; no setting if none fits. `device` is that of
-    another machine, if it is not of this one.
-
-    An update makes of 16-bit gradients and moments, unit by unit, fp32 ones: 12 bytes per parameter of what is
-    updated at once. That is two layers, or, on the host, everything outside the layers.
-    """
+    another machine, if it is not of this one."""
     usable = (1 - HOST_RESERVE) * available_host_bytes()
     kind, count = MODES[mode], sum(p.numel() for p in model.parameters())
     if kind.l2l is None:
         need = count * (16 if mode == "fsdp2" else 4)
         return ({} if need <= usable else None), need
     need = 0
-    largest = max(sum(p.numel() for p in layer.parameters()) for stack in find_stacks(model) for layer in stack.layers)
     for setting in HOST_SETTINGS if kind.is_mixed else HOST_SETTINGS[:1]:
         found = estimate(model, config_of(mode, options, setting), device=device)
-        outside = 0 if mode == "shell" else found.shell // 4
-        need = found.host_bytes + (12 * max(outside, 2 * largest) if setting else 0)
+        need = found.host_bytes + found.widened
         if need <= usable:
             return setting, need
     return None, need

@@ -13,6 +13,7 @@ from torch import nn
 from hf_l2l.config import L2LConfig
 from hf_l2l.memory.memory_estimate import check_host_memory, estimate
 from hf_l2l.optim.layerwise_check import why_not_layer_local
+from hf_l2l.optim.one_pass import OnePass
 from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
 from hf_l2l.ranks.team import Team
@@ -86,7 +87,8 @@ def host_advice(
 def remedies(
     model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer, hosts: int = 1
 ) -> Iterator[Remedy]:
-    """The options with which each of the hosts holds less, one by one, and then all of them."""
+    """The options with which each of the hosts holds less, one by one, then all of them, and at last with moments in
+    8 bits, which are rounded most."""
 
     def with_changes(changes: dict[str, Any]) -> Remedy:
         need = estimate(model, replace(config, **changes), optimizer)
@@ -104,8 +106,18 @@ def remedies(
         if changed.host_bytes < needed:
             helpful |= changed.changes
             yield changed
+    before = with_changes(helpful)
     if len(helpful) > 1:
-        yield with_changes(helpful)
+        yield before
+    last = with_changes({**helpful, "moment_dtype": "8bit"})
+    if keeps_8_bits(optimizer) and last.host_bytes < before.host_bytes:
+        yield last
+
+
+def keeps_8_bits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the moments of `optimizer` may be kept in 8 bits."""
+    one_pass = OnePass.of(optimizer, "8bit")
+    return one_pass is not None and all(map(one_pass.covers, optimizer.param_groups))
 
 
 def disk_remedies(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer) -> Iterator[Remedy]:

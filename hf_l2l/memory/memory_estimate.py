@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import nn
 from hf_l2l.config import L2LConfig, MomentDtype, update_mode
 from hf_l2l.devices import execution_device
 from hf_l2l.memory import host_limits
-from hf_l2l.memory.state_traffic import StatePart, StateTraffic, state_parts, state_traffic
+from hf_l2l.memory.state_traffic import StatePart, StateTraffic, state_parts, state_traffic, updated_together
 from hf_l2l.model.precision import Precision, computing_dtype
 from hf_l2l.model.residency import moves_shell, parameters_to_move, places_of
 from hf_l2l.model.stacks import find_stacks, shell_modules
 from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.optim.layerwise_check import state_after_one_step
+from hf_l2l.optim.one_pass import OnePass
 from hf_l2l.optim.rounded_state import is_rounded, kept_bytes
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Layout
@@ -72,6 +74,9 @@ class MemoryEstimate:
 
     layers_being_saved: int = 0
     """Host: copies of layers, at most, while a checkpoint is written in the background. No part of `host_bytes`."""
+    widened: int = 0
+    """Host: gradients and moments in fp32 beside those that are kept in fewer bits, as long as updates run, at most.
+    Updates in one pass over memory make none. No part of `host_bytes`."""
 
     @property
     def state_window(self) -> int:
@@ -154,7 +159,32 @@ def estimate(
         state_traffic=traffic,
         layers_being_saved=SAVED_LAYERS * max([part.num_bytes for part in parts if part.in_layer], default=0),
         kept_weights=sum(weights.values()) - sum(in_turn) - sum(copied),
+        widened=_widened(updated_together(model, on_host, layers), config, precision, optimizer, moments),
     )
+
+
+def _widened(
+    parts: Sequence[tuple[float, Mapping[torch.Tensor, torch.Tensor]]],
+    config: L2LConfig,
+    precision: Precision,
+    optimizer: torch.optim.Optimizer | None,
+    moments: Callable[[set[torch.Tensor]], int],
+) -> int:
+    """Bytes in fp32 that updates of these parts make at once, at most: of two that follow each other."""
+    trained = [p for _, part in parts for p in part if p.requires_grad]
+    if not trained or (config.moment_dtype == "fp32" and config.grad_dtype == "fp32"):
+        return 0
+    stepping = torch.optim.AdamW(trained) if optimizer is None else unwrapped(optimizer)
+    one_pass = OnePass.of(stepping, config.moment_dtype)
+    covered = [g["params"] for g in stepping.param_groups if one_pass is not None and one_pass.covers(g)]
+    in_one_pass = {p for group in covered for p in group if p.is_contiguous()}
+    sizes = []
+    for _, part in parts:
+        others = {p: m for p, m in part.items() if p.requires_grad and p not in in_one_pass}
+        wide = {p: m for p, m in others.items() if m.dtype == torch.float32}
+        of_gradients = tensor_bytes(m for m in wide.values() if precision.of_gradient(m) != m.dtype)
+        sizes.append(of_gradients + (0 if config.moment_dtype == "fp32" else moments(set(wide))))
+    return max(sum(pair) for pair in pairwise([*sizes, 0]))
 
 
 def _with_gradients(masters: Mapping[Any, torch.Tensor], of: Collection[torch.Tensor]) -> int:

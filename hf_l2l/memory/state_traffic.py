@@ -98,6 +98,20 @@ class StateTraffic(NamedTuple):
     """Of what is read: in sweeps beside which nothing is updated."""
 
 
+def updated_together(
+    model: nn.Module, masters: Mapping[Any, torch.Tensor], layers: Sequence[nn.Module]
+) -> list[tuple[float, dict[torch.Tensor, torch.Tensor]]]:
+    """Parameters and their masters by the update that they have together: of a layer, of a large one in no layer, or
+    of the small ones there; each with its place in the order of the updates. See `state_parts` for the arguments."""
+    groups: dict[tuple[float, str], dict[torch.Tensor, torch.Tensor]] = {}
+    for parameter, found in parameters_in(model, layers).items():
+        if parameter in masters:
+            is_large = found.layer_number == 0 and parameter.numel() >= LARGE
+            key = (found.layers_before + 0.5, found.name) if is_large else (float(found.layer_number), "")
+            groups.setdefault(key, {})[parameter] = masters[parameter]
+    return [(order, part) for (order, _), part in sorted(groups.items(), key=lambda each: each[0])]
+
+
 def state_parts(
     model: nn.Module,
     masters: Mapping[Any, torch.Tensor],
@@ -112,12 +126,6 @@ def state_parts(
         layers: those of the model.
         moments: tells the bytes of the optimizer's state of some parameters.
     """
-    groups: dict[tuple[float, str], dict[torch.Tensor, torch.Tensor]] = {}
-    for parameter, found in parameters_in(model, layers).items():
-        if parameter in masters:
-            is_large = found.layer_number == 0 and parameter.numel() >= LARGE
-            key = (found.layers_before + 0.5, found.name) if is_large else (float(found.layer_number), "")
-            groups.setdefault(key, {})[parameter] = masters[parameter]
     return [
         StatePart(
             order,
@@ -125,7 +133,7 @@ def state_parts(
             _pages(moments(set(part))),
             _pages(Layout(master for p, master in part.items() if not p.requires_grad).num_bytes),
         )
-        for (order, _), part in sorted(groups.items(), key=lambda each: each[0])
+        for order, part in updated_together(model, masters, layers)
     ]
 
 

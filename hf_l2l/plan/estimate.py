@@ -27,7 +27,6 @@ from hf_l2l.memory.ledger import (
 )
 from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.memory.memory_report import Bytes, MemoryReport
-from hf_l2l.model.stacks import find_stacks
 from hf_l2l.pipeline.schedule import Turn
 from hf_l2l.plan.phases import Phases, phases_of_l2l, phases_of_plain
 from hf_l2l.plan.plain import PlainBytes
@@ -170,10 +169,6 @@ def host_bytes(run: RunShapes, config: L2LConfig, state: MemoryEstimate) -> dict
     stashed, passing = stash_rooms(run, config)
     rooms = 0 if stash != "host" else stashed + passing
     parameters = sum(1 for p in run.model.parameters() if p.requires_grad)
-    transients = 0
-    if config.moment_dtype != "fp32" or config.grad_dtype == "16bit":
-        # Two updates run at once, each of a layer, or of a large weight outside the layers.
-        transients = 12 * 2 * largest_update(run.model, config)
     found = {
         MASTERS: 0 if state.on_disk else state.masters,
         GRADIENTS: state.gradients,
@@ -182,7 +177,7 @@ def host_bytes(run: RunShapes, config: L2LConfig, state: MemoryEstimate) -> dict
         COPIES: state.copies,
         HOST_STASH: rooms,
         NORMS: 8 * parameters,
-        TRANSIENTS: transients,
+        TRANSIENTS: state.widened,
         OTHER: max(0, process_bytes()[0] - _present(run.model)),
     }
     lasts = {TRANSIENTS: 0}
@@ -220,16 +215,6 @@ def stash_rooms(run: RunShapes, config: L2LConfig) -> tuple[int, int]:
     # Of what passes to several layers, the sum of its gradients is there, too, and the gradient that is added to it.
     several = sum((3 if needs else 1) * max(size, most) for size, needs in shared.values())
     return own, (3 if normed else 2) * rounded_up(most) + besides + several
-
-
-def largest_update(model: nn.Module, config: L2LConfig) -> int:
-    """The number of parameters that are updated at once, at most: of a layer, or of a large weight in no layer."""
-    layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
-    of_layers = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers]
-    inside = {p for layer in layers for p in layer.parameters()}
-    return max(
-        [*of_layers, *(p.numel() for p in model.parameters() if p not in inside and p.requires_grad)], default=0
-    )
 
 
 def _present(model: nn.Module) -> int:

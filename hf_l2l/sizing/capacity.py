@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.memory import memory_estimate
+from hf_l2l.memory.host_remedies import keeps_8_bits
 from hf_l2l.memory.ledger import HOST_STASH
 from hf_l2l.model.stacks import find_stacks
+from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.plan.estimate import Largest, host_bytes, stash_rooms
 from hf_l2l.plan.run_shapes import RunShapes
 
@@ -30,9 +33,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moment_dtype": "bf16",
         "host_copies": "per_sweep",
     },
+    "cmp, 16-bit gradients, 8-bit moments, copies per sweep": {
+        "cmp": "bf16",
+        "grad_dtype": "16bit",
+        "moment_dtype": "8bit",
+        "host_copies": "per_sweep",
+    },
 }
 """What the options are called here -> the options. Each keeps less on the host than the one before it, but for the
-first two; with 16-bit gradients or moments, the update of a large weight takes room for it in fp32."""
+first two; with 16-bit gradients or moments, optimizers that are not computed in one pass take room for the update of a
+large weight in fp32."""
 
 LORA, RANK = "LoRA, 16-bit base", 16
 """Adapters of this rank on every matrix of the layers, trained with fp32 masters; all else is frozen, in 16 bits."""
@@ -52,8 +62,14 @@ class _Growth:
         return Largest(layers, self.outside + layers * self.in_layers // self.count if layers else 0)
 
 
+def settings_of(optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
+    """Those of `SETTINGS` that an optimizer can have; None is for AdamW."""
+    keeps = optimizer is None or keeps_8_bits(unwrapped(optimizer))
+    return {name: each for name, each in SETTINGS.items() if keeps or each["moment_dtype"] != "8bit"}
+
+
 def largest_models(run: RunShapes, config: L2LConfig, host_memory: int) -> dict[str, Largest]:
-    """The largest model for each of `SETTINGS`, and for `LORA`, in so many bytes of host memory.
+    """The largest model for each of the settings, and for `LORA`, in so many bytes of host memory.
 
     Args:
         run: a model and its device batch.
@@ -63,7 +79,7 @@ def largest_models(run: RunShapes, config: L2LConfig, host_memory: int) -> dict[
     layers = _layers_of(run, config)
     growth = _Growth(run.model, layers, len(layers))
     found, runs = {}, dict[str | None, RunShapes]()
-    for name, options in SETTINGS.items():
+    for name, options in settings_of(run.optimizer).items():
         asked = _asked(config, options)
         if asked.cmp not in runs:  # the sizes of layer inputs depend on it alone
             runs[asked.cmp] = run_with(run, config, options)
@@ -99,7 +115,7 @@ def lora_bytes(run: RunShapes, config: L2LConfig) -> int:
 
 def _parts_of_lora(run: RunShapes, config: L2LConfig) -> tuple[int, int, int]:
     """As `_parts`, of which the first is that of training all weights."""
-    # Of "cmp": with 16-bit state, the update of a large weight takes room, and here adapters alone are updated.
+    # Of "cmp": with 16-bit state, the update of a large weight may take room, and here adapters alone are updated.
     its = run_with(run, config, SETTINGS["cmp"])
     return _parts(its, its.config)
 

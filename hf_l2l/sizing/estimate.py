@@ -63,7 +63,7 @@ def estimate(
         device_memory: bytes of the device in all, by which "auto" of `stash` and `boundary` decides; None takes those
             of the execution device.
         host_memory: bytes of a host, of which the largest model that it holds is wanted, too (`Estimate.largest`): one
-            with more layers like those of `model`, for each of `hf_l2l.sizing.capacity.SETTINGS`.
+            with more layers like those of `model`, for each setting of `hf_l2l.sizing.capacity.settings_of`.
         model_class: for a model that is made of its config, the name of its class in transformers, such as
             "AutoModelForSequenceClassification"; None for the architecture that the config names.
         trust_remote_code: whether code that comes with the model may run.

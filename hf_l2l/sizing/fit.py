@@ -17,7 +17,7 @@ from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Cost, Rates, step_time
 from hf_l2l.probe.disk import DiskRates
 from hf_l2l.probe.figures import HardwareFigures
-from hf_l2l.sizing.capacity import LORA, SETTINGS, lora_bytes
+from hf_l2l.sizing.capacity import LORA, lora_bytes, settings_of
 from hf_l2l.sizing.disk import disk_seconds
 from hf_l2l.sizing.machine import rates_of
 
@@ -68,7 +68,8 @@ def fits(
     disk: DiskRates | None = None,
     plan: Plan | None = None,
 ) -> Fits:
-    """What each of `SETTINGS`, the last one with state on disk, and LoRA take of the host, and with a budget the time.
+    """What each of `settings_of` an optimizer, the last one with state on disk, and LoRA take of the host, and with a
+    budget the time.
 
     Args:
         run: the model and its device batch.
@@ -84,9 +85,10 @@ def fits(
         BudgetError: if no setting is within the budget.
     """
     sixteen = "bf16" if figures is None or "bf16" in figures.flops else "fp16"
-    chosen = {name: each for name, each in SETTINGS.items() if each["cmp"] or config.cmp is None}
+    able = settings_of(run.optimizer)
+    chosen = {name: each for name, each in able.items() if each["cmp"] or config.cmp is None}
     settings = {name: {**each, "cmp": each["cmp"] and (config.cmp or sixteen)} for name, each in chosen.items()}
-    settings[ON_DISK] = {**settings[list(SETTINGS)[-1]], "state_tier": "disk"}
+    settings[ON_DISK] = {**settings[list(settings)[-1]], "state_tier": "disk"}
     known: dict[str | None, _Planned] = {}
     first = next(iter(settings.values()))
     # The plan that was made is that of the first setting, if the user has set nothing else in its options.

@@ -57,6 +57,44 @@ def test_bytes_of_a_model():
     assert (need.masters, need.gradients, need.moments, need.shell, need.slots) == (32, 32, 64, 64, 0)
 
 
+def test_moments_of_8_bits_make_8_bytes_per_parameter():
+    """And an exponent for 256 elements of each; without what is under way."""
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=2, vocab_size=4096))
+    short = {"cmp": "bf16", "grad_dtype": "16bit", "host_copies": "per_sweep"}
+    bf16, eight = (estimate(model, L2LConfig(moment_dtype=each, **short), device="cuda") for each in ("bf16", "8bit"))
+    count = sum(p.numel() for p in model.parameters())
+    assert bf16.host_bytes == 10 * count and eight.host_bytes / count == pytest.approx(8 + 2 / 256, rel=1e-6)
+    assert round(eight.host_bytes / count, 2) == 8.01 and bf16.widened == eight.widened == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "is_widened"),
+    [
+        (torch.optim.AdamW, {"grad_dtype": "16bit", "moment_dtype": "8bit"}, False),
+        (torch.optim.SGD, {"grad_dtype": "16bit", "moment_dtype": "bf16"}, False),
+        (partial(torch.optim.AdamW, fused=True), {"grad_dtype": "16bit"}, False),
+        (torch.optim.AdamW, {"grad_dtype": "16bit"}, True),
+        (partial(torch.optim.AdamW, amsgrad=True), {"grad_dtype": "16bit", "moment_dtype": "bf16"}, True),
+        (torch.optim.RMSprop, {"moment_dtype": "bf16"}, True),
+        (torch.optim.RMSprop, {}, False),
+    ],
+)
+def test_updates_in_one_pass_widen_nothing_and_others_at_most_what_was_expected(make, options, is_widened):
+    """Of two parts at once, if the machine has threads for that; counters of steps are in what is expected."""
+    model, config = llama(), L2LConfig(device="cpu", **options)
+    expected = estimate(model, config, make(model.parameters(), lr=0.1)).widened
+    eps = attach_l2l(model, config)
+    optimizer = eps.wrap(make(model.parameters(), lr=0.1))
+    train_once(model, batch_for(model))
+    optimizer.step()
+    train_once(model, batch_for(model))
+    optimizer.step()
+    eps.synchronize()
+    found = eps.memory_report()["host"]["optimizer transients"]["peak"]
+    assert found <= expected <= 2.01 * found and (expected > 0) == is_widened
+
+
 def test_frozen_parts_need_no_gradients_and_no_moments():
     model = small_bert()
     for name, p in model.named_parameters():
@@ -342,7 +380,11 @@ def test_settings_and_adapters_need_less_and_less(nothing_else):
 
 
 def test_the_largest_depends_on_the_optimizer(nothing_else):
+    """As do the settings: others keep no moments in 8 bits."""
     model = of_layers(2)
+    adagrad = torch.optim.Adagrad(model.parameters())
+    found = estimate(model, on_host(), adagrad, **OF_TWO, host_memory=10**6).largest
+    assert list(found) == [name for name in (*SETTINGS, LORA) if "8-bit" not in name]
     sgd, adam = (
         estimate(model, on_host(), optimizer, **OF_TWO, host_memory=10**6).largest["fp32"].layers
         for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), None)

@@ -139,11 +139,17 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+ALL_WITH_BF16 = {"16bit": 2, "bf16": 4, "per_sweep": 2, "16bit, bf16, per_sweep": 8}
+
+
 @pytest.mark.parametrize(
     ("config", "kind", "per_parameter"),
     [
-        ({"cmp": "bf16"}, "AdamW", {"grad_dtype": 2, "moment_dtype": 4, "host_copies": 2, "all": 8}),
-        ({}, "SGD", {"grad_dtype": 2}),  # without moments
+        ({"cmp": "bf16"}, "AdamW", {**ALL_WITH_BF16, "16bit, 8bit, per_sweep": 9.99}),
+        ({"cmp": "bf16"}, "NAdam", ALL_WITH_BF16),  # which keeps no 8 bits
+        ({"moment_dtype": "bf16"}, "AdamW", {"16bit": 2, "16bit, 8bit": 3.99}),
+        ({"moment_dtype": "8bit", "grad_dtype": "16bit"}, "AdamW", {}),
+        ({}, "SGD", {"16bit": 2}),  # without moments
     ],
 )
 def test_each_remedy_saves_so_many_bytes_per_parameter(config, kind, per_parameter):
@@ -152,11 +158,12 @@ def test_each_remedy_saves_so_many_bytes_per_parameter(config, kind, per_paramet
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     for hosts in (1, 2) if "cmp" not in config else (1,):
         need = estimate(model, asked, optimizer).of_one_host(hosts).host_bytes
-        found = list(remedies(model, asked, optimizer, hosts))
-        saved = [round(hosts * (need - each.host_bytes) / parameters(model), 2) for each in found]
-        assert saved == list(per_parameter.values())
-        names = [name for name in per_parameter if name != "all"]
-        assert [list(each.changes) for each in found] == [*([name] for name in names), names][: len(per_parameter)]
+        found = remedies(model, asked, optimizer, hosts)
+        saved = {
+            ", ".join(each.changes.values()): round(hosts * (need - each.host_bytes) / parameters(model), 2)
+            for each in found
+        }
+        assert list(saved.items()) == list(per_parameter.items())
 
 
 def test_the_disk_is_the_last_remedy():
@@ -165,7 +172,7 @@ def test_the_disk_is_the_last_remedy():
     optimizer = torch.optim.AdamW(model.parameters())
     alone, last = disk_remedies(model, config, optimizer)
     assert alone.changes == {"state_tier": "disk"}
-    assert last.changes == {"grad_dtype": "16bit", "moment_dtype": "bf16", "state_tier": "disk"}
+    assert last.changes == {"grad_dtype": "16bit", "moment_dtype": "8bit", "state_tier": "disk"}
     assert last.host_bytes < alone.host_bytes < estimate(model, config, optimizer).host_bytes
     assert not list(disk_remedies(model, L2LConfig(state_tier="disk"), optimizer))
     assert "state_tier" not in host_advice(model, config, optimizer, 2**40, has_ranks=True)
@@ -176,6 +183,7 @@ def test_the_disk_is_the_last_remedy():
     [
         (13, torch.optim.AdamW, "this fits: l2l_moment_dtype='bf16'"),
         (11, torch.optim.AdamW, "this fits: l2l_grad_dtype='16bit', l2l_moment_dtype='bf16'"),
+        (9, torch.optim.AdamW, "this fits: l2l_grad_dtype='16bit', l2l_moment_dtype='8bit'"),
         (3, torch.optim.AdamW, "no options fit, and LoRA does"),
         (11, SumOfSquares, "no options fit, and LoRA does"),
     ],

@@ -286,6 +286,7 @@ OPTIMIZERS: Rows = {
     "`parameter.register_hook(...)`": used(_hooked_later),
     "`eps_update='eager'`, `MyOptimizer(parameters)`": _wrapped(),
     "`grad_dtype='16bit'`, `MyOptimizer(parameters)`": _wrapped(),
+    "`moment_dtype='8bit'`, `torch.optim.NAdam(parameters)`": _wrapped(torch.optim.NAdam),
     "`state_tier='disk'`, `MyOptimizer(parameters)`": _wrapped(),
     "`resident='shell'`, `MyOptimizer(parameters)`": _wrapped(device="sim"),
     "`eps_update='eager'`, `eps.clip_grad_norm_(1.0)`": used(lambda model, eps: partial(eps.clip_grad_norm_, 1.0)),

@@ -70,16 +70,19 @@ def test_where_what_is_held(make, options, tmp_path, device):
 
 
 @cpu_suffices
-def test_the_host_holds_the_bytes_per_parameter_that_the_summary_says(tmp_path):
+@pytest.mark.parametrize(("moments", "each"), [("bf16", 10), ("8bit", 8)])
+def test_the_host_holds_the_bytes_per_parameter_that_the_summary_says(tmp_path, moments, each):
+    """Moments of 8 bits have exponents besides, one for 256 elements of a parameter."""
     memory = MemoryCallback()
-    short = {"cmp": "fp16", "l2l_grad_dtype": "16bit", "l2l_moment_dtype": "bf16", "l2l_host_copies": "per_sweep"}
+    short = {"cmp": "fp16", "l2l_grad_dtype": "16bit", "l2l_moment_dtype": moments, "l2l_host_copies": "per_sweep"}
     options = {"l2l_loss_scale_init": 1.0, "eps_update": "deferred", "max_steps": 2, "callbacks": [memory]}
     made = l2l_trainer(tmp_path, model=tiny_bert(layers=2), **options, **short)
-    assert "(10.0 bytes per parameter)" in made.l2l_summary()
-    made.train()
     parameters = list(made.model.parameters())
-    counters = 4 * len(parameters)
-    assert memory.metrics()["train_host_bytes"] == 10 * sum(p.numel() for p in parameters) + counters
+    count, exponents = sum(p.numel() for p in parameters), 2 * sum(-(-p.numel() // 256) for p in parameters)
+    beside = 4 * len(parameters) + exponents * (moments == "8bit")  # a step count of each
+    assert f"({each + exponents * (moments == '8bit') / count:.1f} bytes per parameter)" in made.l2l_summary()
+    made.train()
+    assert memory.metrics()["train_host_bytes"] == each * count + beside
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
