@@ -37,8 +37,8 @@ from hf_l2l.sizing.fit import fits
 
 ROWS, TOKENS = 8, 2048
 """Of a step."""
-WHOLE, SMALLEST = "cmp", list(SETTINGS)[-1]
-"""The settings of the table: 18 bytes per parameter on the host, and 10."""
+WHOLE, (SHORT, SMALLEST) = "cmp", list(SETTINGS)[-2:]
+"""The settings of the table: 18 bytes per parameter on the host, 10, and 8."""
 
 
 def shape(hidden: int, layers: int, heads: int, inner: int, vocab: int, *, tied: bool) -> Any:
@@ -104,7 +104,7 @@ def row(name: str, cards: Sequence[str]) -> list[str]:
         assert seconds is not None and tokens is not None
         cells.append(speed(seconds, tokens))
     count = sum(p.numel() for p in model.parameters()) / 1e9
-    sizes = (plain, plain_of_one, least, host[WHOLE], host[SMALLEST], host[LORA])
+    sizes = (plain, plain_of_one, least, host[WHOLE], host[SHORT], host[SMALLEST], host[LORA])
     return [f"{title} ({count:.1f} B)", *map(gib, sizes), *cells]
 
 
@@ -144,7 +144,15 @@ def several(name: str, card: str, count: int = 4) -> list[list[str]]:
 
 def document(rows: Sequence[Sequence[str]], cards: Sequence[str], four: Sequence[Sequence[str]]) -> str:
     """The tables in markdown."""
-    sizes = ("plain", "plain, one row", "L2L, at least", f"host: `{WHOLE}`", "host: 10 bytes each", "host: LoRA")
+    sizes = (
+        "plain",
+        "plain, one row",
+        "L2L, at least",
+        f"host: `{WHOLE}`",
+        "host: 10 bytes each",
+        "host: 8 bytes each",
+        "host: LoRA",
+    )
     head = ("model", *sizes, *(card_named(card).device_name for card in cards))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     text = (
@@ -154,10 +162,9 @@ def document(rows: Sequence[Sequence[str]], cards: Sequence[str], four: Sequence
         "*Plain* is transformers' Trainer in fp32 with activation checkpointing, all rows at once; *one row* is the "
         f"same with one row at a time and `gradient_accumulation_steps={ROWS}`. *At least* is the device memory "
         "without which L2L does not train, with `cmp` and micro-batches of one row. Of the host: masters, gradients, "
-        "moments and 16-bit copies (`cmp`, 18 bytes per parameter), or all but the masters in 16 bits (10 bytes, and "
-        "room for the update of the largest weight), or frozen 16-bit weights and adapters (LoRA), and the inputs of "
-        "all layers. Times are with nine "
-        "tenths of the card."
+        "moments and 16-bit copies (`cmp`, 18 bytes per parameter), or all but the masters in 16 bits (10 bytes), or "
+        "with moments in 8 bits (8.01 bytes), or frozen 16-bit weights and adapters (LoRA), and the inputs of all "
+        "layers. Times are with nine tenths of the card."
     )
     return "\n\n".join(
         (
