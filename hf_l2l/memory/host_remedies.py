@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.memory.memory_estimate import check_host_memory, estimate
+from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.optim.one_pass import OnePass
 from hf_l2l.option_names import option
@@ -115,9 +116,10 @@ def remedies(
 
 
 def keeps_8_bits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the moments of `optimizer` may be kept in 8 bits."""
-    one_pass = OnePass.of(optimizer, "8bit")
-    return one_pass is not None and all(map(one_pass.covers, optimizer.param_groups))
+    """Whether the moments of `optimizer`, or of the one that Accelerate has wrapped, may be kept in 8 bits."""
+    inner = unwrapped(optimizer)
+    one_pass = OnePass.of(inner, "8bit")
+    return one_pass is not None and all(map(one_pass.covers, inner.param_groups))
 
 
 def disk_remedies(model: nn.Module, config: L2LConfig, optimizer: torch.optim.Optimizer) -> Iterator[Remedy]:

@@ -17,7 +17,6 @@ from hf_l2l.memory import memory_estimate
 from hf_l2l.memory.host_remedies import keeps_8_bits
 from hf_l2l.memory.ledger import HOST_STASH
 from hf_l2l.model.stacks import find_stacks
-from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.plan.estimate import Largest, host_bytes, stash_rooms
 from hf_l2l.plan.run_shapes import RunShapes
 
@@ -64,7 +63,7 @@ class _Growth:
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
     """Those of `SETTINGS` that an optimizer can have; None is for AdamW."""
-    keeps = optimizer is None or keeps_8_bits(unwrapped(optimizer))
+    keeps = optimizer is None or keeps_8_bits(optimizer)
     return {name: each for name, each in SETTINGS.items() if keeps or each["moment_dtype"] != "8bit"}
 
 
