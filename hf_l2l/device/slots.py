@@ -68,7 +68,7 @@ class _WeightSlot(_Slot):
         """What they have counted as uses by then, if the weights are a copy that stays."""
         self.uploaded: stream.Point | None = None
         self.sources: list[torch.Tensor] = []
-        """What they were uploaded from."""
+        """What they are uploaded from, until that is over, or left to `Copies`."""
         self.stage = Stage()
         self._on_gradient = on_gradient
         self._leaves: WeakKeyDictionary[MasterUnit, _Leaves] = WeakKeyDictionary()
@@ -170,6 +170,7 @@ class WeightSlots:
         """Make the host wait until all uploads have finished."""
         for slot in (*self.slots, *self._kept.values()):
             stream.wait(slot.uploaded, wait_reasons.MASTERS_READ, host=True)
+            slot.sources = []
 
     def leave_reading(self) -> None:
         """A forward is over whose backward may follow: let those who write to masters wait for the uploads."""
@@ -179,6 +180,7 @@ class WeightSlots:
                 stream.wait(slot.uploaded, wait_reasons.MASTERS_READ, host=True)
             else:
                 self.copies.leave_reading(unit.masters, slot.uploaded, slot.sources)
+            slot.sources = []
 
     def _holding(self, unit: MasterUnit) -> _WeightSlot | None:
         for slot in [self._own_slot(unit)] if unit.place.keeps_weights else self.slots:

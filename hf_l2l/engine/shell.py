@@ -75,15 +75,19 @@ class _Uploads:
             without_interception(),
             version_kept(*places),  # for whoever looks, the weight has had its values from the beginning
         ):
-            try:
+            with ExitStack() as at_errors:
+                at_errors.callback(self._end_copies)  # those that were submitted before the error
                 for place, source in self._copied(number, places):
                     with self._lane.entered(), stream.span(self._lane.device, "upload", NON_LAYER):
                         stream.wait(self._allocated, wait_reasons.WEIGHTS_MEMORY_FREE)
                         place.copy_(source, non_blocking=self._lane.is_stream)
-            finally:  # also after an error: a copy that was submitted before it is waited for
-                self._ends[number] = self._lane.record()
+                at_errors.pop_all()
+            self._ends[number] = self._lane.record()
             if self._keeps_copies and len(places) == 1:
                 self._copies.keep_on_device(self._unit.masters[number], leaf)
+
+    def _end_copies(self) -> None:
+        stream.wait(self._lane.record(), wait_reasons.MASTERS_READ, host=True)
 
     def _copied(self, number: int, places: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parts of weight `number` on the device, and what is uploaded to them: a weight that is being updated, piece

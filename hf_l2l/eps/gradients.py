@@ -86,14 +86,20 @@ class _Download(NamedTuple):
 
 
 class _LateSum(NamedTuple):
-    """A sum in `p.grad` that is still being downloaded."""
+    """A sum in `p.grad`, or taken by an update, that is still being downloaded."""
 
     total: torch.Tensor
     """Kept, so that its memory is not freed before."""
     landed: Landed
-    handle: RemovableHandle
+    handle: RemovableHandle | None = None
     """The hook of autograd's node for the parameter, which waits for it: a graph that was made before may add to it,
     and does not ask what is pending. A graph that is made later uses the parameter, which is held for its master."""
+
+    def end(self) -> None:
+        """Wait for it."""
+        self.landed.wait()
+        if self.handle is not None:
+            self.handle.remove()
 
     @classmethod
     def of(cls, master: Master, total: torch.Tensor, landed: Landed) -> _LateSum:
@@ -106,9 +112,8 @@ class _LateSum(NamedTuple):
 
 def _end_landing(late: list[_LateSum]) -> None:
     """Wait for these sums."""
-    for _, landed, handle in late:
-        landed.wait()
-        handle.remove()
+    for each in late:
+        each.end()
     late.clear()
 
 
@@ -194,8 +199,7 @@ class Gradients:
                     totals, downloads = sums, [whole]
                 else:
                     stream.keep_until_done(device, map(itemgetter(1), sums))
-                    received = [(master, self._received(master, gradient)) for master, gradient in sums]
-                    totals = [(master, total) for master, total in received if total is not None]
+                    totals = [(m, self._received(m, g)) for m, g in self._without_odd(sums)]
                     downloads = [
                         _Download(elements(m.arriving), elements(total), m.pieces)
                         for m, total in totals
@@ -283,23 +287,37 @@ class Gradients:
             return _Download(flat_on_host, flat)
         return _Download(flat_on_host.view(block.layout.pieces[0].dtype), flat.view(sums[0][1].dtype))
 
-    def _received(self, master: Master, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Take one gradient, on the lane: an existing sum is added to it on the device.
-
-        Returns:
-            The sum, on the device, which is to be downloaded to `master.arriving`; None if the gradient could not be
-            added like that, and is added to `p.grad`.
-        """
-        if master.is_resident:
-            return self._receive_resident(master, gradient)
-        grad, like = master.parameter.grad, master.gradient_like
-        total = grad if master.arriving is None else master.arriving
-        # Sparse gradients, and a `p.grad` of another kind that the program has set, are added on the host.
-        is_plain = gradient.layout is torch.strided and gradient.stride() == like.stride()
-        if not is_plain or (total is not None and not is_like(total, like, stream.HOST)):
-            self._publish(in_backward=True)
+    def _without_odd(self, sums: Sums) -> Sums:
+        """Those of `sums` that can be added element by element. The others, which are sparse, or whose `p.grad` is of
+        another kind that the program has set, are added to that: on the host, or, of resident masters, at the end of
+        the backward."""
+        plain = [(master, gradient) for master, gradient in sums if self._is_plain(master, gradient)]
+        if len(plain) == len(sums):
+            return sums
+        usual = {master for master, _ in plain}
+        odd = [(master, gradient) for master, gradient in sums if master not in usual]
+        self._added_at_end += [(master, gradient) for master, gradient in odd if master.is_resident]
+        on_host = [(master, gradient) for master, gradient in odd if not master.is_resident]
+        if on_host:
+            self._publish(in_backward=True)  # what has been submitted so far
+        for master, gradient in on_host:
             self._add_to_grad(master, gradient.to(stream.HOST))
-            return None
+        return plain
+
+    @staticmethod
+    def _is_plain(master: Master, gradient: torch.Tensor) -> bool:
+        total = master.parameter.grad if master.arriving is None else master.arriving
+        like, device = master.gradient_like, gradient.device if master.is_resident else stream.HOST
+        is_plain = gradient.layout is torch.strided and gradient.stride() == like.stride()
+        return is_plain and (total is None or is_like(total, like, device))
+
+    def _received(self, master: Master, gradient: torch.Tensor) -> torch.Tensor:
+        """Take one gradient, on the lane: an existing sum is added to it on the device. Returns the sum, there, which
+        is to be downloaded to `master.arriving`, unless it stays."""
+        if master.is_resident:
+            return self._received_resident(master, gradient)
+        grad = master.parameter.grad
+        total = grad if master.arriving is None else master.arriving
         self._arriving.setdefault(master)
         if total is None:
             master.arriving = self.memory.gradient_like(master)
@@ -311,15 +329,10 @@ class Gradients:
                 new.add_(held.to(gradient.device, non_blocking=True))
         return gradient
 
-    def _receive_resident(self, master: Master, gradient: torch.Tensor) -> torch.Tensor | None:
-        """`_receive` for a master whose gradient stays on the device; it is added on the lane, before its norm."""
+    def _received_resident(self, master: Master, gradient: torch.Tensor) -> torch.Tensor:
+        """`_received` for a master whose gradient stays on the device; it is added on the lane, before its norm."""
         grad = master.parameter.grad
         total = grad if master.arriving is None else master.arriving
-        like = master.gradient_like
-        is_plain = gradient.layout is torch.strided and gradient.stride() == like.stride()
-        if not is_plain or (total is not None and not is_like(total, like, gradient.device)):
-            self._added_at_end.append((master, gradient))
-            return None
         self._arriving.setdefault(master)
         if total is None:
             total = gradient
@@ -373,6 +386,10 @@ class Gradients:
                 taken.append((master, total))
         among = {master for master, _ in taken}
         arriving = {landed: None for m in self._arriving if m in among and (landed := self._arriving[m])}
+        # The update waits for them; but if it fails, or never runs, their memory must not be freed before.
+        while self._late and stream.is_reached(self._late[0].landed.point):
+            self._late.pop(0).end()
+        self._late += [_LateSum(t, landed) for m, t in taken if (landed := self._arriving.get(m)) is not None]
         self._arriving = {master: landed for master, landed in self._arriving.items() if master not in among}
         for alike, on_host in self._norms:
             norms.update((m, norm) for m, norm in zip(alike, on_host.unbind(), strict=True) if m in among)
@@ -397,7 +414,7 @@ class Gradients:
         }
         with without_interception():
             totals = [(m, total) for m in arrived if (total := m.arriving) is not None]
-            new = [(m, total) for m, total in totals if m.parameter.grad is None and total.dtype == m.dtype]
+            new = [(m, total) for m, total in totals if m.parameter.grad is None or m.parameter.grad is total]
             known = {
                 m: PendingSum(norm_of_each.pop(m), total._version)
                 for m, total in new
@@ -419,7 +436,7 @@ class Gradients:
         with without_interception():
             for master, total in new:
                 if master.parameter.grad is None:  # a thread of autograd may have set it while this one waited
-                    master.parameter.grad = total
+                    self._add_to_grad(master, total)
             pending: list[tuple[torch.Tensor, Pending]] = []
             for master, total in totals:
                 master.arriving = None

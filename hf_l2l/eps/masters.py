@@ -32,6 +32,21 @@ FUNCTIONAL_CALL = (
 )
 
 
+class Reads:
+    """Uploads that forwards have not waited for."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[stream.Point, list[torch.UntypedStorage]]] = []
+        """Their ends, and the memory that they read, which is not freed before. (The tensors themselves would keep the
+        model.)"""
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        ends, self.ends = self.ends, []
+        for end, _ in ends:
+            stream.wait(end, wait_reasons.MASTERS_READ, host=True)
+
+
 class Master(Pending):
     """The record of one parameter, which is the master: fp32 weights in host memory, or, if resident, on the device.
 
@@ -92,8 +107,8 @@ class Master(Pending):
         self.device_copy: tuple[torch.Tensor, int, int] | None = None
         """Of one in no layer: that copy, in the dtype of the device, with `uses` and version when it was made."""
 
-        self.read_until: stream.Point | None = None
-        """The point after which its last upload that a forward did not wait for is over."""
+        self.reads: Reads | None = None
+        """The uploads that forwards have not waited for, if it is among those that are uploaded."""
 
         self.copy_room: Room | None = None
         """Page-locked memory for the copy."""
@@ -168,8 +183,9 @@ class Master(Pending):
 
     def wait_until_read(self) -> None:
         """Wait for an upload of it that a forward has not waited for."""
-        read_until, self.read_until = self.read_until, None
-        stream.wait(read_until, wait_reasons.MASTERS_READ, host=True)
+        reads, self.reads = self.reads, None
+        if reads is not None:
+            reads.wait()
 
     def is_changing(self) -> None:
         """Its values may become others: no copy that the device has is right from now on."""

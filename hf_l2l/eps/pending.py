@@ -251,7 +251,7 @@ class Update:
 
     def wait_for_piece(self, number: int) -> None:
         """Wait until a piece of the master, and of its 16-bit copy, is made; raises what `Task.wait` raises."""
-        with self.timeline.waiting_for_eps(self.task.what):
+        with nullcontext() if self.task.has_piece(number) else self.timeline.waiting_for_eps(self.task.what):
             self.task.wait_for_piece(number, wait_reasons.WEIGHTS_UPDATED)
 
     def wait(self) -> None:
@@ -264,7 +264,8 @@ SCALING = threading.Lock()
 
 
 class PendingSum(Pending):
-    """For a sum in `p.grad`: a norm, valid until the sum is used, a factor for its first use, or a backward."""
+    """For a sum in `p.grad`: a norm, valid until the sum is used, a factor for its first use, or a download or a
+    backward that has not ended."""
 
     guards_grad = False
     norm_decides = False  # whether the sum is finite if its norm is, since some ranks have no other values

@@ -49,8 +49,10 @@ class EagerParamServer(ShownAsTable):
 
     The contract of `p.grad`: until `optimizer.step()` it holds the gradient sum, and None starts a new sum, so that
     gradients of a discarded batch (`zero_grad` without `step`) have no effect. When `backward()` returns, all its
-    gradients are in `p.grad`. A wrapped optimizer clears the gradients it has used. Reading a parameter waits until
-    its update is done. (With `eps_update="eager"` masters are updated in backward, and `p.grad` stays None.)
+    gradients are in `p.grad`; functions of torch wait for those that are still on their way (an extension that reads
+    their memory itself needs `synchronize` first). A wrapped optimizer clears the gradients it has used. Reading a
+    parameter waits until its update is done. (With `eps_update="eager"` masters are updated in backward, and `p.grad`
+    stays None.)
     """
 
     team: Team | None = None  # the ranks that train the model together; None for one process

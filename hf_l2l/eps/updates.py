@@ -68,7 +68,8 @@ class Updates:
         self.around = _as_it_is
         """Makes of an update, its optimizer and its masters what runs instead."""
         self.when_updated: Callable[[torch.optim.Optimizer, list[Master]], None] | None = None
-        """Called by an update that has made values and state, before anybody uses them."""
+        """Called by an update that has made values and state, before the program uses them; a forward may have used
+        pieces of values before."""
         self.stepped_whole = False
         """Whether the last step was made for all layers at once."""
         self.steps = 0

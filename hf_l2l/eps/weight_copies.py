@@ -14,7 +14,7 @@ import torch
 
 from hf_l2l.compat import without_interception
 from hf_l2l.eps.host_memory import HostMemory
-from hf_l2l.eps.masters import Master, Masters, MasterUnit
+from hf_l2l.eps.masters import Master, Masters, MasterUnit, Reads
 from hf_l2l.eps.pending import Update, can_hold, hold, hold_all
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.runtime.flat_memory import Layout
@@ -71,15 +71,11 @@ class Copies:
         self._memory = memory
         self.uses: Uses | None = None
         """Told of masters that are about to be read: they may be on disk."""
-        self._read: list[tuple[stream.Point, list[torch.UntypedStorage]]] = []
-        """The ends of uploads that a forward has not waited for, and the memory that they read, which is not freed
-        before. (The tensors themselves would keep the model.)"""
-        weakref.finalize(self, _wait_for_reads, self._read)
+        self._reads = Reads()
+        weakref.finalize(self, self._reads.wait)
 
     def of_unit(self, unit: MasterUnit, stage: Stage | None = None) -> Sources:
         """What is uploaded of `unit`; waits for updates.
-
-        Only to be called after earlier uploads of the unit have finished, since a stale copy is overwritten.
 
         Args:
             unit: the layer, or non-layer modules, to be uploaded.
@@ -187,14 +183,15 @@ class Copies:
             stream.wait(end, wait_reasons.MASTERS_READ, host=True)
             return
         with without_interception():
-            self._read.append((end, [source.untyped_storage() for source in sources]))
+            self._reads.ends.append((end, [source.untyped_storage() for source in sources]))
         for master in there:
-            master.read_until = end
+            master.wait()  # an update that has made its pieces lets go of the master at its end
+            master.reads = self._reads
         hold_all([(master.parameter, master) for master in there])
 
     def wait_for_reads(self) -> None:
         """Wait for the uploads that forwards have not waited for."""
-        _wait_for_reads(self._read)
+        self._reads.wait()
 
     @staticmethod
     def stay(masters: Iterable[Master]) -> None:
@@ -263,12 +260,6 @@ class Copies:
                     if p not in written:
                         copy.copy_(p)
                     master.copy_version, master.copy_is_right = p._version, True
-
-
-def _wait_for_reads(read: list[tuple[stream.Point, list[torch.UntypedStorage]]]) -> None:
-    for end, _ in read:
-        stream.wait(end, wait_reasons.MASTERS_READ, host=True)
-    read.clear()
 
 
 def _travels_itself(part: torch.Tensor, dtype: torch.dtype) -> bool:

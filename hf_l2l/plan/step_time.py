@@ -37,7 +37,7 @@ class Rates:
     """Seconds that a micro-batch of a layer takes besides its operations, in each sweep."""
 
     @classmethod
-    def of(cls, figures: HardwareFigures, dtype: torch.dtype | None, config: L2LConfig | None = None) -> Rates:
+    def of(cls, figures: HardwareFigures, dtype: torch.dtype | None, config: L2LConfig) -> Rates:
         """Of a machine that was probed, for layers that multiply matrices in `dtype` (None: float32), and for updates
         with the options of `config`, which may keep gradients and moments in fewer bits.
 
@@ -46,7 +46,6 @@ class Rates:
         the largest one that is not more than `num_threads`.
         """
         name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype or torch.float32, "fp32")
-        config = config or L2LConfig()
         threads = figures.adamw_by_threads
         fewer = [count for count in threads if count <= (config.num_threads or 0)]
         most = max(threads, key=threads.__getitem__)

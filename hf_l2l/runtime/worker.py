@@ -62,6 +62,10 @@ class Task:
         for piece in self._pieces:
             piece.set()
 
+    def has_piece(self, number: int) -> bool:
+        """Whether a piece of the work is done, or the task has ended."""
+        return self._pieces[number].is_set()
+
     def wait_for_piece(self, number: int, why: str) -> None:
         """`wait` for a piece of the work."""
         self._wait(self._pieces[number], why)

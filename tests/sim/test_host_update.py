@@ -9,15 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from hf_l2l import L2LConfig, Lamb, attach_l2l
+from hf_l2l import EngineFailedError, L2LConfig, Lamb, attach_l2l, detach_l2l
 from hf_l2l.eps import masters
 from hf_l2l.optim import one_pass
 from hf_l2l.optim.layer_optimizers import LayerOptimizers, SplitStep
 from hf_l2l.optim.one_pass import OnePass
-from hf_l2l.testing import Costs, engine_on_clock, virtual_clock
+from hf_l2l.runtime import stream
+from hf_l2l.testing import Costs, copies_under_way, engine_on_clock, virtual_clock
+from left_over import gone
 from runs import Run, assert_same_run, run_of
 from tiers import more
 from timed_machine import WIDTH, Block
+from training import settled_memory
 
 VOCABULARY = 150_000
 """Of 2.4 million elements: three pieces."""
@@ -116,6 +119,49 @@ def test_a_piece_is_updated_and_uploaded_while_others_are_on_their_way():
     lanes = {lane: [t for t in clock.tasks if t.lane == lane] for lane in ("download", "host", "upload")}
     for lane, other in (("download", "host"), ("host", "upload")):
         assert any(a.start < b.end and b.start < a.end for a in lanes[lane] for b in lanes[other])
+
+
+def test_memory_of_an_eager_update_that_fails_is_unlocked_when_its_gradient_has_arrived(monkeypatch):
+    settled_memory()  # models of earlier tests go, whose memory would be unlocked in this one
+    torch.sim.synchronize()
+    under_way: list[int] = []
+    unlock = stream.page_unlock
+    monkeypatch.setattr(stream, "page_unlock", lambda *of: (under_way.append(copies_under_way()), unlock(*of)))
+    model = Decoder(is_tied=False)
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), eps_update="eager"))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), fused=True))
+
+    def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * torch.nan)
+
+    model.embed.register_forward_hook(spoil)
+    model(torch.arange(7)).backward()
+    assert gone(lambda: eps.updates.worker.has_failed) and copies_under_way()
+    with pytest.warns(UserWarning, match="an update failed"):
+        detach_l2l(model)
+    assert optimizer.param_groups and under_way and not any(under_way)
+
+
+def test_a_forward_that_waits_for_a_piece_gets_the_failure_of_the_update(monkeypatch):
+    model, ids = Decoder(), torch.arange(7)
+    eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",)))
+    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), fused=True))
+    update_of = one_pass.ENGINES.update
+
+    def failing(form: Any, kind: Any, updates: Any) -> None:
+        if sum(each.master.numel() for each in updates) == 2**20 and failing.calls:
+            raise ArithmeticError("in the second piece")
+        failing.calls += sum(each.master.numel() for each in updates) == 2**20
+        update_of(form, kind, updates)
+
+    failing.calls = 0
+    monkeypatch.setattr(one_pass.ENGINES, "update", failing)
+    model(ids).backward()
+    optimizer.step()
+    with pytest.raises(ArithmeticError, match="in the second piece"):
+        model(ids)
+    with pytest.raises(EngineFailedError, match="in the second piece"):
+        model(ids)
 
 
 def update(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

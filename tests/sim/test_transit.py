@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -188,6 +190,7 @@ def test_nothing_is_on_its_way_when_a_backward_to_an_intermediate_is_over(stash)
 
 def test_memory_of_a_model_that_goes_is_unlocked_when_its_last_gradients_have_arrived(monkeypatch):
     """Its backward has not waited for them."""
+    settled_memory()  # models of earlier tests go, whose memory would be unlocked in this one
     torch.sim.synchronize()
     under_way: list[int] = []
     unlock = stream.page_unlock
@@ -304,3 +307,61 @@ def test_hooks_that_fail_leave_nothing():
     # What one turn leaves to the next one's forward, it may have left or not when the memory is read.
     for earlier, later in zip(zip(*seen[1:3], strict=True), zip(*seen[3:], strict=True), strict=True):
         assert min(later) <= max(earlier)
+
+
+# ---- what a forward and a backward do not wait for
+
+
+@pytest.mark.parametrize("number", [0, 2, 5], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("adds", [True, *more(False)])
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_gradients_beside_one_that_is_added_on_the_host_arrive_whole(number, adds):
+    """`p.grad` of one parameter of a layer has other strides, so that its gradient is not added on the device."""
+    model = Toy(dropout=0.0)
+    plain, batch = copy.deepcopy(model), batch_for(model, masked=False)
+    attach_l2l(model, config_for(model, device="sim"))
+    for each in (model, plain):
+        if adds:
+            each(**batch).loss.backward()
+        parameter = [*each.blocks[0].parameters()][number]
+        parameter.grad = torch.ones(*parameter.shape, 2)[..., 0]
+        each(**batch).loss.backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("options", [{}, {"cmp": "bf16", "grad_dtype": "16bit"}], ids=str)
+def test_a_backward_leaves_its_last_gradients_to_those_who_use_them(options):
+    """Of a first batch, and of one that is added to it."""
+    torch.sim.synchronize()
+    model = tiny_bert(dropout=0.0)
+    optimizer = attach_l2l(model, L2LConfig(device="sim", **options)).wrap(torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model(**batch_for(model)).loss.backward()
+        assert copies_under_way()
+    assert optimizer.param_groups[0]["params"][0].grad is not None
+
+
+def test_a_write_to_a_weight_of_two_layers_waits_for_both_uploads(monkeypatch):
+    model = Toy(dropout=0.0)
+    model.blocks[2] = model.blocks[1].__class__(8, 0.0, buffers=False)
+    model.blocks[2].up.weight = model.blocks[1].up.weight
+    attach_l2l(model, config_for(model, device="sim"))
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "is_reached", lambda point: False)  # the device is behind
+        loss = model(**batch_for(model, masked=False)).loss
+    with torch.no_grad():
+        model.blocks[1].up.weight.add_(1.0)
+    torch.sim.synchronize()  # which would tell of a race
+    assert loss.isfinite()
+
+
+def test_weights_that_a_call_was_given_are_freed_after_it():
+    model = Toy(dropout=0.0)
+    attach_l2l(model, config_for(model, device="sim"))
+    given = {name: p.detach().clone() for name, p in model.named_parameters()}
+    left = [weakref.ref(each) for each in given.values()]
+    with torch.no_grad():
+        torch.func.functional_call(model, given, kwargs=batch_for(model, masked=False))
+    given.clear()
+    gc.collect()
+    assert not any(each() is not None for each in left)
