@@ -1,7 +1,8 @@
-"""Functions of logits, row by row, computed for chunks of rows and once more in the backward.
+"""Functions of logits, row by row, computed for chunks of rows.
 
 A row is one token: `rows` tokens have hidden states (rows, H), and logits (rows, V). For all tokens, logits would take
-4 V bytes per token for the loss and 8 in its backward.
+4 V bytes per token for the loss and 8 in its backward. Logits of a chunk are made again in the backward, unless the
+gradients are computed in the forward, as those of a sum can be.
 """
 
 from __future__ import annotations
@@ -72,6 +73,13 @@ class Head:
         with self.autocast.entered():
             return functional.linear(hidden, self.weight, self.bias)
 
+    def of_none(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The result of the linear function for no rows of `hidden`: (0, V). Autocast does not cast the weight."""
+        with torch.no_grad():
+            part = self.of([tensor[:0] for tensor in self.tensors])
+            found = part.linear(hidden.new_empty(0, self.weight.shape[1]))
+        return found.new_empty(0, len(self.weight))
+
     def after(self, logits: torch.Tensor) -> torch.Tensor:
         """What the steps make of the result of the linear function."""
         for step in self.steps:
@@ -86,10 +94,15 @@ class Head:
         """This, without a graph."""
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
 
+    def converted(self) -> Head:
+        """This, without a graph, and with weight and bias in the dtype in which autocast computes."""
+        dtype = self.dtype
+        return self.of([tensor.detach().to(dtype) for tensor in self.tensors])
+
     @property
     def dtype(self) -> torch.dtype:
         """That of the result of the linear function, which autocast may choose."""
-        return self.linear(self.weight.new_empty(0, self.weight.shape[1])).dtype
+        return self.of_none(self.weight).dtype
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -133,6 +146,26 @@ def in_chunks(
         compute chunks, each has a sum, and these are added in the order of the devices.
     """
     result: torch.Tensor = _InChunks.apply(head, function, tuple(rows), tuple(shared), hidden, *head.tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sum_in_chunks(
+    head: Head,
+    hidden: torch.Tensor,
+    function: RowFunction,
+    rows: Sequence[torch.Tensor] = (),
+    shared: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """The sum of all that `in_chunks` returns, in fp32 at least.
+
+    All rows have one gradient, a factor. So the gradients for a factor of 1 are computed in the forward, while the
+    logits of a chunk are there, and the backward multiplies them. In fp16 they would be too small, or too large,
+    without the loss scale, which comes with the factor: there the backward makes the logits again.
+    """
+    needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *head.tensors))
+    if not needs_gradients or head.dtype is torch.float16:
+        return _sum_of(in_chunks(head, hidden, function, rows, shared))
+    result: torch.Tensor = _SumInChunks.apply(head, function, tuple(rows), tuple(shared), hidden, *head.tensors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -194,6 +227,16 @@ def _turns_ahead(places: Sequence[Place], hidden: torch.Tensor, rows: Sequence[t
     return _begun_ahead(_turns(places, hidden, rows), len(places) if len(places) > 1 else 0)
 
 
+def _everywhere(
+    head: Head, hidden: torch.Tensor, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
+) -> list[_Placed]:
+    """`head` with these `tensors`, converted once, at each place that has a chunk."""
+    head = head.of(tensors).converted()
+    needed = [*head.tensors, *head.constants, *shared]
+    chunks = -(-len(hidden) // rows_per_chunk(hidden.shape[1]))
+    return [_placed(place, place.send(needed), head) for place in head.places[:chunks]]
+
+
 class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -205,14 +248,12 @@ class _InChunks(torch.autograd.Function):
         hidden: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        chunks = -(-len(hidden) // rows_per_chunk(hidden.shape[1]))
-        places = head.places[:chunks]
-        needed = [*tensors, *head.constants, *shared]
-        placed = [_placed(place, place.send(needed), head.of(tensors)) for place in places]
+        placed = _everywhere(head, hidden, tensors, shared)
+        places = [each.place for each in placed]
         # The graph refers to the tensors through what it saves alone, so that it can free them.
         nothing = torch.empty(0)
         ctx.head = head.of([nothing] * len(tensors)).with_constants([nothing] * len(head.constants))
-        ctx.function, ctx.places, ctx.rows = function, places, len(rows)
+        ctx.function, ctx.places, ctx.rows, ctx.dtypes = function, places, len(rows), [t.dtype for t in tensors]
         ctx.save_for_backward(hidden, *rows, *(tensor for each in placed for tensor in each.sent.tensors))
         parts = []
         for turn in _turns_ahead(places, hidden, rows):
@@ -233,42 +274,90 @@ class _InChunks(torch.autograd.Function):
         each = len(copies) // len(ctx.places)
         sent = [Sent(copies[start : start + each]) for start in range(0, len(copies), each)]
         placed = [_placed(place, there, ctx.head) for place, there in zip(ctx.places, sent, strict=True)]
-        needs_hidden, *needs = (*ctx.needs_input_grad[4:], False)[:3]
-        sums = [_Sums(there, *needs) for there in placed]
-        of_hidden: torch.Tensor | None = None
-        found = _gradients(ctx.function, placed, sums, hidden, [*rows, gradient], needs_hidden=needs_hidden)
-        for r, part in _begun_ahead(found, len(placed) - 1):
+        found = _gradients(ctx.function, placed, hidden, rows, ctx.needs_input_grad[4:], gradient)
+        of_tensors = [None if g is None else g.to(d) for g, d in zip(found.of_tensors, ctx.dtypes, strict=True)]
+        return None, None, None, None, found.of_hidden, *of_tensors
+
+
+class _SumInChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Head,
+        function: RowFunction,
+        rows: tuple[torch.Tensor, ...],
+        shared: tuple[torch.Tensor, ...],
+        hidden: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        placed = _everywhere(head, hidden, tensors, shared)
+        found = _gradients(function, placed, hidden, rows, ctx.needs_input_grad[4:])
+        ctx.dtypes = [t.dtype for t in (hidden, *tensors)]
+        ctx.save_for_backward(found.of_hidden, *found.of_tensors)
+        return _sum_of(torch.cat([arrived(part) for part in found.results]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[Any, ...]:
+        needed = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[4:], strict=True)
+        return None, None, None, None, *(_times(t, factor, dtype) if needs else None for t, dtype, needs in needed)
+
+
+class _Gradients(NamedTuple):
+    """What is computed of all chunks."""
+
+    of_hidden: torch.Tensor | None
+    of_tensors: list[torch.Tensor | None]
+    """Sums in fp32 at least, of weight and bias."""
+    results: list[Sent]
+    """What the function returns, unless its gradient was given."""
+
+
+def _gradients(
+    function: RowFunction,
+    placed: Sequence[_Placed],
+    hidden: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    gradient: torch.Tensor | None = None,
+) -> _Gradients:
+    """The gradients that are needed, of hidden states, weight and bias; `gradient` is that of what `function` returns,
+    and 1 if it is None."""
+    needs_hidden, *needs_tensors = needs
+    places = [each.place for each in placed]
+    sums = [_Sums(needs_tensors) for _ in placed]
+    given = [*rows] if gradient is None else [*rows, gradient]
+    parts = _parts(function, placed, sums, hidden, given, needs_hidden=needs_hidden, has_gradient=gradient is not None)
+    of_hidden: torch.Tensor | None = None
+    results = []
+    for r, part, result in _begun_ahead(parts, len(placed) - 1):
+        if result is not None:
+            results.append(result)
+        if part is not None:
             there_now = arrived(part)
             of_hidden = room_like(hidden, there_now) if of_hidden is None else of_hidden
             put_rows(there_now, of_hidden, r)
-        totals = _total(ctx.places, [each.weight for each in sums]), _total(ctx.places, [each.bias for each in sums])
-        of_tensors = [
-            None if g is None else g.to(t.dtype) for g, t in zip(totals, placed[0].head.tensors, strict=False)
-        ]
-        return None, None, None, None, of_hidden, *of_tensors
+    of_tensors = [_total(places, found) for found in zip(*(each.found for each in sums), strict=True)]
+    return _Gradients(of_hidden, of_tensors, results)
 
 
 class _Sums:
     """The gradients of weight and bias, of the chunks of one place."""
 
-    def __init__(self, placed: _Placed, needs_weight: bool, needs_bias: bool) -> None:
-        self._needs_weight, self._needs_bias = needs_weight, needs_bias
-        with placed.place.computing():
-            self.converted = placed.head.weight.to(placed.head.dtype)
-            """The weight as the product has it."""
-        self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
+    def __init__(self, needs: Sequence[bool]) -> None:
+        self._needs_weight, self._needs_bias = (*needs, False)[:2]
+        self.found: list[torch.Tensor | None] = [None] * len(needs)
 
     def add(self, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add those of a chunk, from the gradient of its logits and from its hidden states."""
         if self._needs_weight:
-            self.weight = _plus_product(self.weight, of_logits, hidden.to(of_logits.dtype))
+            self.found[0] = _plus_product(self.found[0], of_logits, hidden.to(of_logits.dtype))
         if self._needs_bias:
-            total = of_logits.sum(0, dtype=_sum_dtype(of_logits))
-            self.bias = total if self.bias is None else self.bias.add_(total)
+            total, before = of_logits.sum(0, dtype=_sum_dtype(of_logits)), self.found[1]
+            self.found[1] = total if before is None else before.add_(total)
 
 
-def _gradients(
+def _parts(
     function: RowFunction,
     placed: Sequence[_Placed],
     sums: Sequence[_Sums],
@@ -276,19 +365,21 @@ def _gradients(
     rows: Sequence[torch.Tensor],
     *,
     needs_hidden: bool,
-) -> Iterator[tuple[slice, Sent]]:
-    """Add the gradients of weight and bias to `sums`, and yield rows and gradients of hidden states, if needed. The
-    last of `rows` is the gradient of what `function` returns."""
+    has_gradient: bool,
+) -> Iterator[tuple[slice, Sent | None, Sent | None]]:
+    """Add the gradients of weight and bias to `sums`, and yield rows, the gradients of hidden states, if needed, and
+    what `function` returns, unless the last of `rows` is its gradient."""
     for turn in _turns_ahead([each.place for each in placed], hidden, rows):
-        part, *others, gradient = turn.given.tensors
-        there, total = placed[turn.number], sums[turn.number]
-        with there.place.computing(turn.given):
-            of_logits = _gradient_of_logits(there.head, part, function, [*others, *there.shared], gradient)
-            found = (of_logits @ total.converted).to(hidden.dtype) if needs_hidden else None
-            total.add(of_logits, part)
+        part, *others = turn.given.tensors
+        gradient = others.pop() if has_gradient else None
+        there = placed[turn.number]
+        with there.place.computing(there.sent, turn.given):
+            of_logits, result = _gradient_of_logits(there.head, part, function, [*others, *there.shared], gradient)
+            found = (of_logits @ there.head.weight).to(hidden.dtype) if needs_hidden else None
+            sums[turn.number].add(of_logits, part)
         del of_logits  # before those of the next chunk are made
-        if found is not None:
-            yield turn.rows, there.place.send_back(found)
+        of_hidden = None if found is None else there.place.send_back(found)
+        yield turn.rows, of_hidden, None if has_gradient else there.place.send_back(result)
 
 
 def _total(places: Sequence[Place], sums: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -306,14 +397,31 @@ def _total(places: Sequence[Place], sums: Sequence[torch.Tensor | None]) -> torc
 
 
 def _gradient_of_logits(
-    head: Head, hidden: torch.Tensor, function: RowFunction, rows: list[torch.Tensor], gradient: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the result of the linear function."""
+    head: Head, hidden: torch.Tensor, function: RowFunction, rows: list[torch.Tensor], gradient: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of the result of the linear function, and what `function` returns."""
     logits = head.linear(hidden)
     with torch.enable_grad():
         logits = logits.detach().requires_grad_()
         result = function(head.after(logits), *rows)
-    [found] = torch.autograd.grad(result, logits, gradient)
+    [found] = torch.autograd.grad(result, logits, torch.ones_like(result) if gradient is None else gradient)
+    return found, result.detach()
+
+
+def _sum_of(results: torch.Tensor) -> torch.Tensor:
+    return results.sum(dtype=_sum_dtype(results))
+
+
+def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`gradient` times a number, in `dtype`, where `gradient` is; rounded once, a few rows at a time."""
+    result: Any = None
+    for r in _ranges(len(gradient), rows_per_chunk(gradient.shape[-1])):
+        fetch_rows_ahead(gradient, slice(r.stop, 2 * r.stop - r.start))
+        part = rows_on_device(gradient, r)
+        part = (part.to(_sum_dtype(part)) * factor).to(dtype)
+        result = room_like(gradient, part) if result is None else result
+        put_rows(part, result, r)
+    found: torch.Tensor = result
     return found
 
 

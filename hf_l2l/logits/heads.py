@@ -76,8 +76,7 @@ class OutputEmbeddings:
             return self._whole(module, forward(hidden))
         weight, bias = module.weight, module.bias
         head = Head(weight, bias, AutocastState.current(hidden.device), places=self._places)
-        with torch.no_grad():
-            sample = head.linear(hidden.new_empty(0, hidden.shape[-1]))
+        sample = head.of_none(hidden)
         return DeferredLogits.of(Deferred(head, hidden, sample, lambda: functional.linear(hidden, weight, bias)))
 
     def _whole(self, module: nn.Module, logits: Any) -> Any:

@@ -6,6 +6,7 @@ made of the hidden states instead; and functions that leave few numbers per row,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import FakeTensor
-from hf_l2l.logits.chunks import RowFunction, in_chunks
+from hf_l2l.logits.chunks import RowFunction, in_chunks, sum_in_chunks
 from hf_l2l.logits.deferred import HANDLERS, DeferredLogits, Handler
 
 
@@ -244,17 +245,30 @@ _handles(*_methods("narrow", "select", "index_select"))(_part(0))
 # ---- functions that leave few numbers per row
 
 
-def _per_row(
-    logits: DeferredLogits, function: RowFunction, rows: Iterable[Tensor] = (), shared: Iterable[Tensor] = ()
+def _of_chunks(
+    compute: Callable[..., Tensor],
+    logits: DeferredLogits,
+    function: RowFunction,
+    rows: Iterable[Tensor],
+    shared: Iterable[Tensor],
 ) -> Tensor:
-    """(..., n) of logits (..., V), `rows` (..., m) and what all rows share; computed in chunks."""
+    """What `compute`, which is `in_chunks` or `sum_in_chunks`, makes of logits (..., V), `rows` (..., m) and what all
+    rows share."""
     deferred = logits.deferred
     deferred.refuse_changed()
     hidden = deferred.hidden.reshape(-1, deferred.hidden.shape[-1])
     flat = [each.reshape(len(hidden), -1) for each in rows]
-    found = in_chunks(deferred.head, hidden, function, flat, [*shared])
+    found = compute(deferred.head, hidden, function, flat, [*shared])
     if found.requires_grad:
         deferred.chunked()
+    return found
+
+
+def _per_row(
+    logits: DeferredLogits, function: RowFunction, rows: Iterable[Tensor] = (), shared: Iterable[Tensor] = ()
+) -> Tensor:
+    """(..., n) of logits (..., V), `rows` (..., m) and what all rows share; computed in chunks."""
+    found = _of_chunks(in_chunks, logits, function, rows, shared)
     return found.reshape(*logits.shape[:-1], found.shape[-1])
 
 
@@ -295,16 +309,19 @@ def _cross_entropy(
         found: Tensor = func(chunk, labels[:, 0], of_classes, None, ignore_index, None, "none", label_smoothing)
         return found[:, None]
 
-    losses = _per_row(logits, loss, [target[:, None]], () if weight is None else (weight,))[:, 0]
+    rows, shared = [target[:, None]], [] if weight is None else [weight]
     if reduction == "none":
-        return losses
-    is_counted = target != ignore_index
-    total = losses.sum(dtype=torch.float32 if losses.itemsize < 4 else losses.dtype)
+        return _per_row(logits, loss, rows, shared)[:, 0]
+    total = _of_chunks(sum_in_chunks, logits, loss, rows, shared)
     if reduction == "mean":
-        total = (
-            total / (is_counted if weight is None else weight[target.masked_fill(~is_counted, 0)] * is_counted).sum()
-        )
-    return total.to(losses.dtype)
+        is_counted = target != ignore_index
+        counts = is_counted if weight is None else weight[target.masked_fill(~is_counted, 0)] * is_counted
+        # Of no labels at all, the mean is no number, but all gradients are 0.
+        are_there = is_counted.any()
+        total = torch.where(are_there, total / torch.where(are_there, counts.sum(), 1), math.nan)
+    with torch.no_grad():
+        dtype = loss(logits.deferred.sample, target[:0, None], weight).dtype
+    return total.to(dtype)
 
 
 @_handles(*_methods("gather"))

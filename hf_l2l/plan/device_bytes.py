@@ -93,7 +93,8 @@ class DeviceBytes:
         if not self.turn.is_first:
             yield "head", self._held(len(calls)) | {HEAD: self.head_copy}
             return
-        yield "head", self._head()
+        yield "head", self._head(in_forward=True)
+        yield "head", self._head(in_forward=False)
         for number, piece in enumerate(whole.pieces[1:-1]):
             if piece.backward_peak > 0:
                 yield f"backward between layers {number + 1} and {number + 2}", self._between(number)
@@ -187,6 +188,12 @@ class DeviceBytes:
         is_first = self._passed.first[memory] == (number, argument) or memory in self._passed.returned
         return self.leaves and is_first and self._has_rows(number, argument) and not self.places[number].keeps_input
 
+    @property
+    def _freed_tables(self) -> int:
+        """Frozen tables that are freed after the forward. What is computed by rows before the layers keeps its weights
+        until it is recomputed."""
+        return 0 if self.held.shell_is_resident or self.by_rows else self.weights.frozen_tables
+
     def _base(self) -> Bytes:
         held = self.held
         found = {SHELL: 0, RESIDENT: held.resident, SLOTS: held.slots, KEPT_WEIGHTS: held.kept, INPUTS: 0}
@@ -195,8 +202,7 @@ class DeviceBytes:
             if not self.turn.is_first
             else found
             | {
-                # What is computed by rows before the layers keeps its weights until it is recomputed.
-                SHELL: held.shell - (0 if held.shell_is_resident or self.by_rows else self.weights.frozen_tables),
+                SHELL: held.shell - self._freed_tables,
                 # What trains before the layers is recomputed of them, if it is computed by rows.
                 INPUTS: (self.whole.inputs if self.by_rows and self._arguments_of_first() else self.whole.kept_inputs)
                 + (self.copies_of_inputs - 1) * self.whole.inputs,
@@ -376,22 +382,38 @@ class DeviceBytes:
         two = 2 * self._chunk()
         return two - hidden if hidden >= two else hidden
 
-    def _head(self) -> Bytes:
+    def _head(self, *, in_forward: bool) -> Bytes:
         found = self._held(len(self.whole.calls))
+        if in_forward:
+            found[SHELL] += self._freed_tables
+            found[INPUTS] = self.copies_of_inputs * self.whole.inputs
+            found[BOUNDARY] += self._on_their_way()
         # With those of an earlier batch there, they are added, and not the first.
-        early = 0 if self.accumulates else self._early_gradients()
+        early = 0 if self.accumulates or in_forward else self._early_gradients()
         found[SHELL] += early
         if self.chunked_head is not None:
             last, hidden = self.chunked_head.pieces[-1], self.chunked_head.head
-            return found | {HEAD: max(last.backward_peak, last.forward_peak) + self._uploaded_for_head(hidden) - early}
-        found[HEAD] = most_of_last(self.whole) - early
+            # A backward that multiplies gradients has them twice, both in host memory.
+            twice = hidden if self.chunked_head.head_is_done_in_forward else 0
+            most = last.forward_peak if in_forward else last.backward_peak - twice
+            return found | {HEAD: most + self._uploaded_for_head(hidden) - early}
+        found[HEAD] = most_of_last(self.whole, in_forward=in_forward) - early
         found[EMBEDDING] = self._last_sent if self.by_rows else self.whole.left
         # With a boundary on the host, all rows of the last layer's output alone are needed at once.
         there = self.whole.calls[-1:] if self.by_rows else self.whole.calls
         kept = sum(out.num_bytes for call in there for out in call.outputs if out.kept)
         # At the end of the head, the gradient of what the last layer has returned takes the place of that.
         arrived = sum(out.num_bytes for out in self.whole.calls[-1].outputs if out.has_gradient)
-        later = 0 if self.by_rows else max(0, arrived - kept)
+        later = 0 if self.by_rows or in_forward else max(0, arrived - kept)
         found[BOUNDARY] += kept + later
         found[HEAD] -= later
         return found
+
+    def _on_their_way(self) -> int:
+        """Of several devices: what the last layer on this one was sent, and what it has sent to the next one. Both
+        wait for their copies when the forward of the head begins."""
+        if self.turn.devices == 1 or self.by_rows:
+            return 0
+        call = [call for number, call in enumerate(self.whole.calls) if self.turn.has(number)][-1]
+        given = [a.num_bytes for a in call.arguments if a.needs_gradient and a.memory not in self._kept]
+        return sum(given) + sum(out.num_bytes for out in call.outputs if out.is_new)

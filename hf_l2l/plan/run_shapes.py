@@ -222,20 +222,20 @@ class RunShapes:
         labels = self.inputs.get("labels")
         tokens = self.rows * self.tokens_per_row if labels is None or labels.dim() < 2 else labels.numel()
         itemsize = 4 if self.multiplies_in is None else self.multiplies_in.itemsize
-        return SplitHead.of(head, itemsize, tokens, len(self.turns))
+        return SplitHead.of(head, itemsize, tokens, len(self.turns), self.traced(self.rows).head_is_done_in_forward)
 
     def outside_seconds(self, config: L2LConfig, rates: Rates) -> LayerSeconds:
         """The time of what is in no layer, of which several devices may compute the head."""
         cost, head = self.costs(config).shell, self.split_head(config)
         if head is None:
             return pipelined(cost, rates)
-        (forward, backward), (left, came) = head.spared_flops, head.copied
+        (forward, backward), (down, down_again) = head.spared_flops, head.copied
         found = pipelined(
             replace(cost, forward_flops=cost.forward_flops - forward, backward_flops=cost.backward_flops - backward),
             rates,
         )
         return found._replace(
-            forward=found.forward + left / rates.link_down, backward=found.backward + came / rates.link_down
+            forward=found.forward + down / rates.link_down, backward=found.backward + down_again / rates.link_down
         )
 
     def _transients(self, places: Sequence[LayerPlace], shell: bool) -> int:
@@ -313,7 +313,8 @@ class RunShapes:
             # The embedding, and a final norm and a head.
             layers.insert(0, Cost(rows_down=own, rows_up_again=own, gradient_rows=own))
             if self.has_chunked_head:
-                head = Cost(rows_up=own, rows_up_again=own, rows_down_again=own)
+                down = own if whole.head_is_done_in_forward else 0
+                head = Cost(rows_up=own, rows_down=down, rows_up_again=own, rows_down_again=own)
                 layers += [replace(head, rows_down=own, rows_up_again=2 * own, gradient_rows=own), head]
         return Costs(layers, self._shell_cost(config, short), self.batches * len(self._cuts(config)))
 

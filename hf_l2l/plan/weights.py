@@ -73,16 +73,21 @@ class SplitHead:
     """Of the device batch, each a row of logits."""
     devices: int
     """That have chunks."""
+    is_done_in_forward: bool
+    """Whether the forward computes the gradients."""
 
     @classmethod
-    def of(cls, head: nn.Module, itemsize: int, tokens: int, devices: int) -> SplitHead | None:
+    def of(
+        cls, head: nn.Module, itemsize: int, tokens: int, devices: int, is_done_in_forward: bool
+    ) -> SplitHead | None:
         """That of a batch with so many tokens on so many devices; None if one computes all of it."""
         weight = getattr(head, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             return None
         chunks = -(-tokens // rows_per_chunk(weight.shape[1]))
         itemsize = min(itemsize, weight.itemsize)
-        found = cls(weight.numel(), weight.shape[1], itemsize, weight.requires_grad, tokens, min(devices, chunks))
+        sizes = weight.numel(), weight.shape[1], itemsize, weight.requires_grad, tokens
+        found = cls(*sizes, min(devices, chunks), is_done_in_forward)
         return found if found.devices > 1 else None
 
     @property
@@ -97,15 +102,18 @@ class SplitHead:
 
     @property
     def copied(self) -> tuple[int, int]:
-        """Bytes that leave the first device in the forward, and that come there in the backward, for all others."""
+        """Bytes that pass between the first device and all others in the forward, and in the backward: the weights,
+        and the sums of their gradients."""
         others = self.devices - 1
-        return others * self.weights * self.itemsize, others * 4 * self.weights if self.is_trained else 0
+        weights, sums = others * self.weights * self.itemsize, others * 4 * self.weights if self.is_trained else 0
+        return (weights + sums, 0) if self.is_done_in_forward else (weights, sums)
 
     @property
     def spared_flops(self) -> tuple[int, int]:
-        """Operations that the first device does not do, in the forward, and in the backward with its recompute."""
+        """Operations that the first device does not do, in the forward, and in the backward."""
         product = 2 * self.tokens * self.weights * (self.devices - 1) // self.devices
-        return product, product * (3 if self.is_trained else 2)
+        gradients = product * (2 if self.is_trained else 1)
+        return (product + gradients, 0) if self.is_done_in_forward else (product, product + gradients)
 
 
 class ModelWeights:

@@ -122,6 +122,13 @@ class Traced:
     """Shape and bytes of the largest rows of a table of embeddings that code of the model still has while layers run,
     beside what it gives to them."""
 
+    @property
+    def head_is_done_in_forward(self) -> bool:
+        """Whether the forward of a head in chunks computes its gradients, too: the backward has no product of logits,
+        and fewer operations."""
+        last = self.pieces[-1]
+        return last.forward_flops > last.backward_flops
+
 
 def graph_bytes(whole: Traced, part: Traced, number: int) -> int:
     """Bytes that the graphs of all micro-batches of a layer call keep, of which `part` is one. What has no rows, such
@@ -134,8 +141,9 @@ def graph_bytes(whole: Traced, part: Traced, number: int) -> int:
     return round(count * (small - part.rows * of_row) + whole.rows * of_row)
 
 
-def most_of_last(traced: Traced) -> int:
-    """The most that the last piece holds of its own: it frees what earlier pieces have kept for their forward only."""
+def most_of_last(traced: Traced, *, in_forward: bool) -> int:
+    """The most that the last piece holds of its own in its forward, or in its backward: it frees what earlier pieces
+    have kept for their forward only."""
     *earlier, last = traced.pieces
     freed = sum(piece.kept for piece in earlier) - traced.left
-    return max(last.backward_peak, last.forward_peak) + freed
+    return (last.forward_peak if in_forward else last.backward_peak) + freed

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_l2l.logits import recorded  # noqa: F401  # it registers what can be done with deferred logits
 from hf_l2l.logits.chunks import Head, in_chunks
@@ -40,9 +43,7 @@ class Weights:
 
     def deferred(self) -> DeferredLogits:
         head = Head(self.weight, self.bias, AutocastState.current(self.hidden.device))
-        with torch.no_grad():
-            sample = head.linear(self.hidden.new_empty(0, HIDDEN))
-        return DeferredLogits.of(Deferred(head, self.hidden, sample, self.logits))
+        return DeferredLogits.of(Deferred(head, self.hidden, head.of_none(self.hidden), self.logits))
 
     def gradients(self) -> list[Any]:
         return [t.grad for t in (self.hidden, self.weight, self.bias)]
@@ -283,15 +284,106 @@ def test_values_without_a_graph_do_not_cost_the_graph():
 
 
 def test_a_frozen_head_and_a_frozen_body():
-    for frozen in ("weight", "bias", "hidden"):
+    for frozen, loss in product(("weight", "bias", "hidden"), ("mean", "no reduction")):
         ours, plain = Weights(), Weights()
         for each in (ours, plain):
             getattr(each, frozen).requires_grad_(False)
-        IN_CHUNKS["mean"](ours.deferred(), ours.labels).backward()
-        IN_CHUNKS["mean"](plain.logits(), plain.labels).backward()
+        IN_CHUNKS[loss](ours.deferred(), ours.labels).backward()
+        IN_CHUNKS[loss](plain.logits(), plain.labels).backward()
         assert getattr(ours, frozen).grad is None
         for name in {"hidden", "weight", "bias"} - {frozen}:
             torch.testing.assert_close(getattr(ours, name).grad, getattr(plain, name).grad)
+
+
+class Counted(TorchDispatchMode):
+    """Counts chunks of logits that are computed, or gradients of hidden states, and casts of the whole weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products, self.gradients, self.casts = 0, 0, 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        name = op.overloadpacket.__name__
+        self.products += name in ("mm", "addmm", "linear") and len(found) > VOCAB and found.shape[1] == VOCAB
+        self.gradients += name == "mm" and len(found) > VOCAB and found.shape[1] == HIDDEN
+        dtypes = [getattr(each, "dtype", None) for each in (args[0], found)]
+        self.casts += dtypes == [torch.float32, torch.bfloat16] and found.shape == (VOCAB, HIDDEN)
+        return found
+
+
+CHUNKS = 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype", "forward", "backward"),
+    [
+        ("mean", torch.bfloat16, CHUNKS, 0),
+        ("sum", torch.bfloat16, CHUNKS, 0),
+        ("mean", torch.float16, CHUNKS, CHUNKS),  # the loss scale is not known in the forward
+        ("no reduction", torch.bfloat16, CHUNKS, CHUNKS),
+        ("of probabilities", torch.bfloat16, 2 * CHUNKS + 1, 2 * CHUNKS + 1),
+    ],
+)
+def test_logits_of_a_loss_are_computed_once_and_the_weight_is_cast_once(loss, dtype, forward, backward):
+    weights = Weights(torch.float32)
+    with torch.autocast("cpu", dtype):
+        logits = weights.deferred()
+        with Counted() as found:
+            result = IN_CHUNKS[loss](logits, weights.labels)
+        assert (found.products, found.gradients) == (forward, 0 if backward else forward)
+        calls = 1 + (forward > CHUNKS) * 2
+        assert found.casts == (calls if dtype == torch.bfloat16 else 0)
+    with Counted() as found:
+        result.backward()
+    assert (found.products, found.casts) == (backward, 0)
+
+
+def test_without_gradients_none_are_computed():
+    for region in (torch.no_grad, torch.inference_mode):
+        weights = Weights()
+        logits = weights.deferred().view(-1, VOCAB)
+        with region(), Counted() as found:
+            result = functional.cross_entropy(logits, weights.labels.view(-1))
+        assert (found.products, found.gradients) == (CHUNKS, 0) and not result.requires_grad
+        assert result.item() == pytest.approx(IN_CHUNKS["mean"](weights.logits(), weights.labels).item(), rel=1e-12)
+
+
+def test_backwards_of_all_kinds():
+    """Several forwards before a backward, several backwards of one forward with factors of their own, parts of the
+    gradients, and none of gradients."""
+    loss = IN_CHUNKS["class weights"]
+
+    def found(of: Weights, logits: Callable[[], torch.Tensor]) -> list[Any]:
+        given = of.hidden, of.weight, of.bias
+        one, other = loss(logits(), of.labels), loss(logits() / 2, of.labels)
+        parts = [*torch.autograd.grad(3 * one, of.weight, retain_graph=True)]
+        parts += torch.autograd.grad(other, (of.bias, of.hidden), torch.tensor(0.3), retain_graph=True)
+        (one * 0.7).backward(retain_graph=True)
+        (one * other).backward()
+        return [*parts, *(t.grad for t in given)]
+
+    ours, plain = Weights(), Weights()
+    torch.testing.assert_close(found(ours, ours.deferred), found(plain, plain.logits), rtol=1e-10, atol=1e-12)
+    [gradient] = torch.autograd.grad(loss(ours.deferred(), ours.labels).square(), ours.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_what_a_backward_needs_is_free_with_the_graph():
+    weights = Weights()
+    loss = IN_CHUNKS["mean"](weights.deferred(), weights.labels)
+    [node] = [each for each in _nodes(loss.grad_fn) if "InChunks" in each.name()]
+    kept = [weakref.ref(t) for t in node.saved_tensors]
+    assert [each().shape for each in kept] == [(ROWS * TOKENS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,)]
+    loss.backward()
+    assert [each() for each in kept] == [None] * 3
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    yield node
+    for each, _ in node.next_functions:
+        yield from () if each is None else _nodes(each)
 
 
 def test_a_label_out_of_range_raises_as_in_plain_torch():
