@@ -66,7 +66,7 @@ def run_of(config: Any, rows: int, tokens: int) -> RunShapes:
     """Shapes alone."""
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config)
-    options = L2LConfig(cmp="bf16")
+    options = L2LConfig(cmp="bf16", chunked_loss=1024)  # one number for all budgets
     return RunShapes(
         model, options, example_inputs(model, rows, tokens), device=torch.device("cuda"), device_memory=10**15
     )

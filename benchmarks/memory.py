@@ -64,7 +64,7 @@ def per_row(case: Case, device: torch.device) -> float:
 def per_word(case: Case, device: torch.device) -> float:
     """The weights of embedding and head, and the gradient of the head (that of the embedding is made when the logits
     are gone); a chunk of logits, their logarithmic softmax, and the gradients of both; all fp32."""
-    return 12.0 * case.hidden + 16.0 * rows_per_chunk(case.hidden)
+    return 12.0 * case.hidden + 16.0 * rows_per_chunk(case.hidden, case.vocab, None)
 
 
 def per_token(case: Case, device: torch.device) -> float:

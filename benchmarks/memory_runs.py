@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from hf_l2l import L2LConfig, attach_l2l, detach_l2l, estimate
+from hf_l2l.logits.chunks import rows_per_chunk
 
 WAYS = ("plain", "checkpointing", "l2l")
 """All on the device; the same with activation checkpointing; layer to layer."""
@@ -97,7 +98,8 @@ def measured(case: Case, device: torch.device) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         found["peaks"] = [step_peak(model, optimizer, batch, before) for _ in range(case.steps)]
         return found
-    where = {"stash": "host", "boundary": "host", "eps_update": "deferred", **case.options}
+    rows = rows_per_chunk(case.hidden, case.vocab, None)  # the same on any device
+    where = {"stash": "host", "boundary": "host", "eps_update": "deferred", "chunked_loss": rows, **case.options}
     config = L2LConfig(device=device, ubatch_size=case.ubatch, **where)
     need = estimate(model, config)
     eps = attach_l2l(model, config)

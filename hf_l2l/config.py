@@ -29,6 +29,7 @@ from hf_l2l.counts import (
     check_state_window,
     check_ubatch_size,
     is_whole_number,
+    parsed_chunk,
 )
 from hf_l2l.devices import named_devices
 from hf_l2l.option_names import option
@@ -45,7 +46,6 @@ Nonfinite = Literal["raise", "skip"]
 CheckRecompute = Literal["raise", "warn", "off"]
 Resident = Literal["none", "shell", "all"]
 ResidentUpdate = Literal["device", "host"]
-ChunkedLoss = Literal["auto", "off"]
 HeadDevice = Literal["auto", "first"]
 BoundaryPlace = Literal["auto", "device", "host"]
 Reduce = Literal["auto", "host", "device"]
@@ -200,11 +200,12 @@ class L2LConfig(OptionNames):
         "backward needs them first. They do not pass through the host, whatever the boundary. Where layers run on the "
         "CPU, it changes nothing.",
     )
-    chunked_loss: ChunkedLoss = _described(
+    chunked_loss: Literal["auto", "off"] | int = _described(
         "auto",
-        "Whether logits of a vocabulary are made for a chunk of tokens at a time, in the loss and once more in its "
-        'backward: "auto", which does so on a device with memory of its own, or "off", which makes those of all '
-        "tokens (12 bytes per token and entry of the vocabulary). Few tokens are one chunk, with the bits of plain "
+        "Whether logits of a vocabulary are made for a chunk of tokens at a time, on a device with memory of its own: "
+        'a number, the tokens of a chunk (16 bytes per token and entry of the vocabulary); "auto", as many as fit a '
+        "sixteenth of the budget of device memory, or else of the device's memory, which is decided once; or "
+        '"off", which makes those of all tokens (12 bytes each). Few tokens are one chunk, with the bits of plain '
         "torch. What needs all logits gets them, and the log says so.",
     )
     head_device: HeadDevice = _described(
@@ -218,8 +219,9 @@ class L2LConfig(OptionNames):
         'Device memory that training may take, such as "8GiB", or "auto" for nine tenths of the device: before the '
         "model is attached, the fastest of the options that keep more on the device are chosen for the longest batch "
         "(`ubatch_size`, `stash`, `boundary`, `gradient_slots`, `resident`, `resident_layers`, `kept_weights`, "
-        "`kept_graphs`, `device_stash`), from one layer at a time to the whole model. Options that are set stay as "
-        'they are. None, or "off", chooses nothing. Where layers run on the CPU, it changes nothing.',
+        "`kept_graphs`, `device_stash`), from one layer at a time to the whole model, and the tokens of a chunk of "
+        'logits (`chunked_loss`). Options that are set stay as they are. None, or "off", chooses nothing. Where '
+        "layers run on the CPU, it changes nothing.",
     )
     device: torch.device | str | None | Sequence[torch.device | str] = _described(
         None,
@@ -286,6 +288,7 @@ class L2LConfig(OptionNames):
                     f"{option(name)} must be {none}one of {', '.join(map(repr, get_args(known)))} (got {value!r}); "
                     f"{remedy}"
                 )
+        object.__setattr__(self, "chunked_loss", parsed_chunk(self.chunked_loss, option("chunked_loss")))
         for name in LAYER_COUNTS:
             check_layer_count(getattr(self, name), option(name))
         self._check_loss_scale()
@@ -342,7 +345,6 @@ _CHOICES: dict[str, tuple[Any, str]] = {
     "resident_update": (ResidentUpdate, "use 'host' for the bits of a run in which nothing is resident"),
     "nonfinite": (Nonfinite, "use 'skip' to go on without the step"),
     "check_recompute": (CheckRecompute, "use 'warn' to go on with gradients of another computation"),
-    "chunked_loss": (ChunkedLoss, "use 'off' to have the logits of all tokens made at once"),
     "head_device": (HeadDevice, "use 'first' for the bits of one device"),
     "state_tier": (StateTier, "use 'disk' for a model whose state host memory does not hold"),
     "reduce": (Reduce, "leave it at 'auto', which measures"),

@@ -95,6 +95,23 @@ def parsed_devices(value: object, name: str) -> int | list[int] | None:
     return indexes[0] if is_count else indexes
 
 
+def parsed_chunk(value: object, name: str) -> str | int:
+    """What an option says of chunks of logits: "auto", "off", or the tokens of one, which may be text.
+
+    Raises:
+        ValueError: if it is anything else; it calls the option `name`.
+    """
+    if isinstance(value, str) and value in ("auto", "off"):
+        return value
+    count = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(count, int) and is_whole_number(count) and count >= 1:
+        return count
+    raise ValueError(
+        f"{name} must be 'auto', 'off', or a whole number of at least 1, the tokens of a chunk (got {value!r}); use "
+        "'off' to have the logits of all tokens made at once"
+    )
+
+
 def check_layer_count(count: int, name: str) -> None:
     """Raise ValueError, which calls the option `name`, unless `count` is a whole number of at least 0."""
     if not is_whole_number(count) or count < 0:

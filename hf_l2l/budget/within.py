@@ -144,6 +144,9 @@ def _plan_within(
     devices = execution_devices(config.device)
     device = devices[0]
     bound, apart = _bound(model, config, optimizer)
+    chunk_rows = None if chosen is None else chosen.get("chunked_loss")
+    # The plan of an earlier version had as few rows as fit any memory.
+    chunk_memory = budget if chosen is None or chunk_rows else 0
 
     def run_of(at_once: int) -> RunShapes:
         with told_failures(model):
@@ -153,6 +156,8 @@ def _plan_within(
                 _times(inputs, at_once),
                 optimizer=optimizer,
                 device=device,
+                chunk_memory=chunk_memory,
+                chunk_rows=chunk_rows,
                 given=(*bound, "kept_graphs") if at_once > 1 else bound,
                 batches=at_once,
                 accumulates=batches > at_once,
@@ -162,7 +167,14 @@ def _plan_within(
             )
 
     run = run_of(1)
-    refuse_small(run, budget)  # before a machine is measured
+    try:
+        refuse_small(run, budget)  # before a machine is measured
+    except BudgetError:
+        if config.chunked_loss != "auto":
+            raise
+        chunk_memory, chunk_rows = 0, None  # the smallest budget has as few rows as fit any memory
+        run = run_of(1)
+        refuse_small(run, budget)
     rates = Rates.of(figures or known_figures(device), run.multiplies_in, config)
 
     def of_step(plan: Plan) -> Plan:

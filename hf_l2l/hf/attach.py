@@ -46,7 +46,7 @@ from hf_l2l.hf.preparation import (
     with_progress_bar,
 )
 from hf_l2l.log import logger, tell
-from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
+from hf_l2l.logits.heads import OutputEmbeddings, chunk_rows, output_embeddings
 from hf_l2l.model.batch_dims import RowCuts
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.model.quantized import refuse_untrainable
@@ -330,11 +330,12 @@ def _attach(
     # What has no weights needs no hook. Models may share it: a module that is a default argument is one for all.
     outside = [m for m in shell_modules(model, layers) if m is model or has_weights(m)]
     outside = [m for m in outside if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
-    heads = {head for module in outside if (head := output_embedding(module, outside)) is not None}
-    by_rows = ByRows(relay, input_embeddings(outside, layers) - heads)
-    runners: dict[nn.Module, Runner] = dict.fromkeys(run_by_rows(outside, heads.union(layers)), by_rows)
-    if heads and config.chunked_loss == "auto" and not stream.shares_host_memory(device):
-        runners |= dict.fromkeys(heads, OutputEmbeddings(shell, head_places(relay.devices, config)))
+    heads = output_embeddings(outside)
+    by_rows = ByRows(relay, input_embeddings(outside, layers).difference(heads))
+    runners: dict[nn.Module, Runner] = dict.fromkeys(run_by_rows(outside, {*heads, *layers}), by_rows)
+    rows = chunk_rows(config.chunked_loss, heads, stream.least_memory(devices))
+    if rows is not None and not stream.shares_host_memory(device):
+        runners |= dict.fromkeys(heads, OutputEmbeddings(shell, rows, head_places(relay.devices, config)))
     for module in outside:
         add_hook_to_module(module, L2LHook(runners.get(module, shell), device))
     for layer in layers:

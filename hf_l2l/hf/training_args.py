@@ -12,7 +12,6 @@ from hf_l2l.checkpoint import reserved
 from hf_l2l.config import (
     BoundaryPlace,
     CheckRecompute,
-    ChunkedLoss,
     Cmp,
     EpsUpdate,
     GradDtype,
@@ -105,7 +104,7 @@ class L2LArgumentsMixin(OptionNames, _NextArguments):  # type: ignore[misc]  # t
     l2l_kept_weights: int = _as_configured("kept_weights")
     l2l_kept_graphs: int = _as_configured("kept_graphs")
     l2l_device_stash: int = _as_configured("device_stash")
-    l2l_chunked_loss: ChunkedLoss = _as_configured("chunked_loss")
+    l2l_chunked_loss: str = _as_configured("chunked_loss")
     l2l_head_device: HeadDevice = _as_configured("head_device")
     device_memory_budget: str | None = _as_configured("device_memory_budget", "auto")
     l2l_prefetch: bool = _as_configured("prefetch")

@@ -7,6 +7,7 @@ gradients are computed in the forward, as those of a sum can be.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +29,26 @@ _T = TypeVar("_T")
 
 FEWEST_ROWS = 128
 """Of a chunk: with fewer, products of matrices are slow on any device."""
+MOST_ROWS = 8192
+"""Of a chunk: more make no product faster."""
+_BYTES = 16
+"""Of a row and entry of the vocabulary: logits, what a loss makes of them, and their gradient."""
+_SHARE = 16
+"""A chunk takes the memory divided by this."""
 
 
-def rows_per_chunk(hidden_size: int) -> int:
-    """Rows of a chunk: so many that its logits, what a loss makes of them and their gradient take no more than the
-    gradient of the weight, which is there anyway (16 V bytes a row in fp32, 4 V H for the gradient), but at least
-    `FEWEST_ROWS`."""
-    return max(FEWEST_ROWS, hidden_size // 4)
+def rows_per_chunk(hidden_size: int, vocabulary: int, memory: int | None) -> int:
+    """Rows of a chunk: so many that it takes a sixteenth of `memory`, in bytes, as a power of two, so that devices of
+    nearly the same size have the same sums.
+
+    But at least so many that it takes as much as the sum of the weight's gradients, which is there anyway (4 V H
+    bytes); and so many if the memory is None, or that of a device without a limit.
+    """
+    fewest = max(FEWEST_ROWS, hidden_size // 4)
+    if memory is None or memory >= sys.maxsize:  # a simulated device says that all addresses are its memory
+        return fewest
+    fitting = min(memory // (_SHARE * _BYTES * vocabulary), MOST_ROWS)
+    return max(fewest, (1 << fitting.bit_length()) >> 1)
 
 
 class Step(NamedTuple):
@@ -58,6 +72,7 @@ class Head:
         weight: (V, H), on the device.
         bias: (V,), or None.
         autocast: the settings of autocast in the forward of the linear function.
+        rows: of a chunk.
         steps: what comes after it.
         places: where chunks are computed, in turn.
     """
@@ -65,6 +80,7 @@ class Head:
     weight: torch.Tensor
     bias: torch.Tensor | None
     autocast: AutocastState
+    rows: int
     steps: tuple[Step, ...] = ()
     places: tuple[Place, ...] = (FIRST,)
 
@@ -183,9 +199,8 @@ class _Turn(NamedTuple):
     """Hidden states of the chunk, and its rows of what is computed with."""
 
 
-def _turns(places: Sequence[Place], hidden: torch.Tensor, rows: Sequence[torch.Tensor]) -> Iterator[_Turn]:
-    """Chunks in order. If hidden states wait in host memory, the next ones are uploaded meanwhile."""
-    size = rows_per_chunk(hidden.shape[1])
+def _turns(places: Sequence[Place], hidden: torch.Tensor, rows: Sequence[torch.Tensor], size: int) -> Iterator[_Turn]:
+    """Chunks of `size` rows in order. If hidden states wait in host memory, the next ones are uploaded meanwhile."""
     for number, r in enumerate(_ranges(len(hidden), size)):
         part = rows_on_device(hidden, r).detach()
         fetch_rows_ahead(hidden, slice(r.stop, min(r.stop + size, len(hidden))))
@@ -222,9 +237,10 @@ def _placed(place: Place, sent: Sent, head: Head) -> _Placed:
     return _Placed(place, head.of(there[:own]).with_constants(there[own:fixed]), there[fixed:], sent)
 
 
-def _turns_ahead(places: Sequence[Place], hidden: torch.Tensor, rows: Sequence[torch.Tensor]) -> Iterator[_Turn]:
+def _turns_ahead(placed: Sequence[_Placed], hidden: torch.Tensor, rows: Sequence[torch.Tensor]) -> Iterator[_Turn]:
     """As `_turns`; each of several places has been sent its next chunk, too."""
-    return _begun_ahead(_turns(places, hidden, rows), len(places) if len(places) > 1 else 0)
+    turns = _turns([each.place for each in placed], hidden, rows, placed[0].head.rows)
+    return _begun_ahead(turns, len(placed) if len(placed) > 1 else 0)
 
 
 def _everywhere(
@@ -233,7 +249,7 @@ def _everywhere(
     """`head` with these `tensors`, converted once, at each place that has a chunk."""
     head = head.of(tensors).converted()
     needed = [*head.tensors, *head.constants, *shared]
-    chunks = -(-len(hidden) // rows_per_chunk(hidden.shape[1]))
+    chunks = -(-len(hidden) // head.rows)
     return [_placed(place, place.send(needed), head) for place in head.places[:chunks]]
 
 
@@ -249,14 +265,14 @@ class _InChunks(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         placed = _everywhere(head, hidden, tensors, shared)
-        places = [each.place for each in placed]
         # The graph refers to the tensors through what it saves alone, so that it can free them.
         nothing = torch.empty(0)
         ctx.head = head.of([nothing] * len(tensors)).with_constants([nothing] * len(head.constants))
-        ctx.function, ctx.places, ctx.rows, ctx.dtypes = function, places, len(rows), [t.dtype for t in tensors]
+        ctx.function, ctx.places, ctx.rows = function, [each.place for each in placed], len(rows)
+        ctx.dtypes = [t.dtype for t in tensors]
         ctx.save_for_backward(hidden, *rows, *(tensor for each in placed for tensor in each.sent.tensors))
         parts = []
-        for turn in _turns_ahead(places, hidden, rows):
+        for turn in _turns_ahead(placed, hidden, rows):
             there, [chunk, *others] = placed[turn.number], turn.given.tensors
             with there.place.computing(there.sent, turn.given):
                 found = function(there.head.after(there.head.linear(chunk)), *others, *there.shared)
@@ -292,7 +308,7 @@ class _SumInChunks(torch.autograd.Function):
     ) -> torch.Tensor:
         placed = _everywhere(head, hidden, tensors, shared)
         found = _gradients(function, placed, hidden, rows, ctx.needs_input_grad[4:])
-        ctx.dtypes = [t.dtype for t in (hidden, *tensors)]
+        ctx.dtypes, ctx.rows = [t.dtype for t in (hidden, *tensors)], head.rows
         ctx.save_for_backward(found.of_hidden, *found.of_tensors)
         return _sum_of(torch.cat([arrived(part) for part in found.results]))
 
@@ -300,7 +316,8 @@ class _SumInChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[Any, ...]:
         needed = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[4:], strict=True)
-        return None, None, None, None, *(_times(t, factor, dtype) if needs else None for t, dtype, needs in needed)
+        found = (_times(t, factor, dtype, ctx.rows) if needs else None for t, dtype, needs in needed)
+        return None, None, None, None, *found
 
 
 class _Gradients(NamedTuple):
@@ -324,7 +341,6 @@ def _gradients(
     """The gradients that are needed, of hidden states, weight and bias; `gradient` is that of what `function` returns,
     and 1 if it is None."""
     needs_hidden, *needs_tensors = needs
-    places = [each.place for each in placed]
     sums = [_Sums(needs_tensors) for _ in placed]
     given = [*rows] if gradient is None else [*rows, gradient]
     parts = _parts(function, placed, sums, hidden, given, needs_hidden=needs_hidden, has_gradient=gradient is not None)
@@ -337,7 +353,7 @@ def _gradients(
             there_now = arrived(part)
             of_hidden = room_like(hidden, there_now) if of_hidden is None else of_hidden
             put_rows(there_now, of_hidden, r)
-    of_tensors = [_total(places, found) for found in zip(*(each.found for each in sums), strict=True)]
+    of_tensors = [_total(placed, found) for found in zip(*(each.found for each in sums), strict=True)]
     return _Gradients(of_hidden, of_tensors, results)
 
 
@@ -369,7 +385,7 @@ def _parts(
 ) -> Iterator[tuple[slice, Sent | None, Sent | None]]:
     """Add the gradients of weight and bias to `sums`, and yield rows, the gradients of hidden states, if needed, and
     what `function` returns, unless the last of `rows` is its gradient."""
-    for turn in _turns_ahead([each.place for each in placed], hidden, rows):
+    for turn in _turns_ahead(placed, hidden, rows):
         part, *others = turn.given.tensors
         gradient = others.pop() if has_gradient else None
         there = placed[turn.number]
@@ -382,15 +398,14 @@ def _parts(
         yield turn.rows, of_hidden, None if has_gradient else there.place.send_back(result)
 
 
-def _total(places: Sequence[Place], sums: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def _total(placed: Sequence[_Placed], sums: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """The sum of those of all places, added in their order, on the first device."""
     total = sums[0]
     if total is None:
         return None
-    for place, other in zip(places[1:], sums[1:], strict=True):
+    for there, other in zip(placed[1:], sums[1:], strict=True):
         assert other is not None, "each place has had a chunk"
-        size = rows_per_chunk(total.shape[-1])
-        pieces = ((r, place.send_back(other[r])) for r in _ranges(len(total), size))
+        pieces = ((r, there.place.send_back(other[r])) for r in _ranges(len(total), there.head.rows))
         for r, piece in _begun_ahead(pieces, 1):
             total[r] += arrived(piece)
     return total
@@ -412,10 +427,10 @@ def _sum_of(results: torch.Tensor) -> torch.Tensor:
     return results.sum(dtype=_sum_dtype(results))
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`gradient` times a number, in `dtype`, where `gradient` is; rounded once, a few rows at a time."""
+def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, size: int) -> torch.Tensor:
+    """`gradient` times a number, in `dtype`, where `gradient` is; rounded once, `size` rows at a time."""
     result: Any = None
-    for r in _ranges(len(gradient), rows_per_chunk(gradient.shape[-1])):
+    for r in _ranges(len(gradient), size):
         fetch_rows_ahead(gradient, slice(r.stop, 2 * r.stop - r.start))
         part = rows_on_device(gradient, r)
         part = (part.to(_sum_dtype(part)) * factor).to(dtype)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import without_interception, wrapper_tensor
 from hf_l2l.log import logger
-from hf_l2l.logits.chunks import Head, Step, rows_per_chunk
+from hf_l2l.logits.chunks import Head, Step
 from hf_l2l.runtime.compute_state import AutocastState
 from hf_l2l.runtime.tensors import size_text
 
@@ -87,7 +87,7 @@ class Deferred:
     @property
     def is_small(self) -> bool:
         """Whether all rows make up one chunk, so that nothing is won by waiting."""
-        return self.rows <= rows_per_chunk(self.hidden.shape[-1])
+        return self.rows <= self.head.rows
 
     @property
     def is_there(self) -> bool:

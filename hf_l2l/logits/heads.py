@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hf_l2l.log import logger
 from hf_l2l.logits import recorded  # noqa: F401  # it registers what can be done with deferred logits
-from hf_l2l.logits.chunks import Head, rows_per_chunk
+from hf_l2l.logits.chunks import FEWEST_ROWS, Head, rows_per_chunk
 from hf_l2l.logits.deferred import Deferred, DeferredLogits
 from hf_l2l.logits.places import FIRST, Place
 from hf_l2l.runtime.compute_state import AutocastState
@@ -45,6 +45,24 @@ def output_embedding(module: nn.Module, among: Collection[nn.Module]) -> nn.Modu
     return output if is_one else None
 
 
+def output_embeddings(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that compute the logits of one of `modules`, and are among them."""
+    found = [head for module in modules if (head := output_embedding(module, modules)) is not None]
+    return list(dict.fromkeys(found))
+
+
+def chunk_rows(asked: int | str, heads: Sequence[nn.Module], memory: int | None) -> int | None:
+    """Rows of a chunk of logits, the same for all `heads`, as the option `chunked_loss` asks for, on a device with so
+    much memory; None if there is no head, or logits of all rows are made at once."""
+    if asked == "off" or not heads:
+        return None
+    if not isinstance(asked, str):
+        return asked
+    weights = [getattr(head, "weight", None) for head in heads]
+    shapes = [weight.shape for weight in weights if isinstance(weight, torch.Tensor) and weight.dim() == 2]
+    return min((rows_per_chunk(width, count, memory) for count, width in shapes), default=FEWEST_ROWS)
+
+
 class _Runner(Protocol):
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -53,9 +71,10 @@ class OutputEmbeddings:
     """Runs the calls of output embeddings: as the runner of other modules does, but logits are deferred in a forward
     that trains, or that is made for its loss alone."""
 
-    def __init__(self, runner: _Runner, places: tuple[Place, ...] = (FIRST,)) -> None:
-        """Chunks are computed at the `places` in turn."""
+    def __init__(self, runner: _Runner, rows: int, places: tuple[Place, ...] = (FIRST,)) -> None:
+        """Chunks of so many rows are computed at the `places` in turn."""
         self._runner = runner
+        self._rows = rows
         self._places = places
         self._told: set[nn.Module] = set()
 
@@ -69,13 +88,12 @@ class OutputEmbeddings:
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or isinstance(hidden, DeferredLogits):
             return forward(*args, **kwargs)
-        rows = hidden.shape[:-1].numel()
-        if rows <= rows_per_chunk(hidden.shape[-1]):
+        if hidden.shape[:-1].numel() <= self._rows:
             return forward(hidden)  # one chunk, which is made in the same way as by plain torch
         if getattr(forward, "__func__", None) is not nn.Linear.forward or is_quantized(module.weight):
             return self._whole(module, forward(hidden))
         weight, bias = module.weight, module.bias
-        head = Head(weight, bias, AutocastState.current(hidden.device), places=self._places)
+        head = Head(weight, bias, AutocastState.current(hidden.device), self._rows, places=self._places)
         sample = head.of_none(hidden)
         return DeferredLogits.of(Deferred(head, hidden, sample, lambda: functional.linear(hidden, weight, bias)))
 

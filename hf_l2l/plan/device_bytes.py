@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from hf_l2l.logits.chunks import rows_per_chunk
 from hf_l2l.memory.device_memory import (
     BOUNDARY,
     EMBEDDING,
@@ -56,6 +55,7 @@ class DeviceBytes:
         stash: str,
         boundary: str,
         head: Traced | None = None,
+        chunk_rows: int = 0,
         transients: int = 0,
         accumulates: bool = False,
         copies_of_inputs: int = 1,
@@ -71,6 +71,7 @@ class DeviceBytes:
         self.layer_places = places
         self.places = [places[call.number] for call in whole.calls]
         self.chunked_head = head  # with all rows in host memory, if the boundary is there, and logits in chunks
+        self.chunk_rows = chunk_rows
         self.transients = transients  # of the optimizer's step on the device
         self.accumulates = accumulates
         self.copies_of_inputs = copies_of_inputs  # 2 where batches are put together, and are there as well
@@ -374,7 +375,7 @@ class DeviceBytes:
         """Bytes of the hidden states of one chunk of tokens."""
         given = next(a for a in self.whole.calls[-1].arguments if a.needs_gradient)
         width = given.shape[-1]
-        return rows_per_chunk(width) * width * given.num_bytes // given.shape.numel()
+        return self.chunk_rows * width * given.num_bytes // given.shape.numel()
 
     def _uploaded_for_head(self, hidden: int) -> int:
         """Hidden states of one chunk of tokens and of the next one, instead of all `hidden` bytes of gradients, which

@@ -30,7 +30,7 @@ class PlainBytes:
             model,
             Precision(model),
             layer_classes=layer_classes,
-            chunked_loss=False,
+            chunk_rows=None,
             fuses=fuses,
             autocast=autocast,
         )

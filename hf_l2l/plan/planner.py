@@ -27,7 +27,9 @@ _KINDS = ("resident", "resident_layers", "kept_weights", "kept_graphs", "device_
 """Options that keep more on the device."""
 _FLOOR: dict[str, Any] = {"stash": "host", "boundary": "host", "ubatch_size": 1, "gradient_slots": 1}
 """The options with which the device holds least."""
-CHOSEN = (*_FLOOR, *_KINDS)
+_BOUND = (*_FLOOR, *_KINDS)
+"""Options that are searched; those that are set bind the choice."""
+CHOSEN = (*_BOUND, "chunked_loss")
 """Options that are chosen."""
 _BUDGET = "device_memory_budget"
 _TRIED_AGAIN = 3
@@ -145,7 +147,7 @@ def check_floor(run: RunShapes, budget: int) -> list[L2LConfig]:
 
 def _remedy(run: RunShapes, budget: int, smallest: int) -> str:
     """What to do about a budget that is below the `smallest` that can be met."""
-    bound = [name for name in CHOSEN if _is_set(run, name) and name not in run.given]
+    bound = [name for name in _BOUND if _is_set(run, name) and name not in run.given]
     defaults: dict[str, Any] = {name: getattr(L2LConfig, name) for name in bound}
     floor = replace(run.config, **defaults | _FLOOR)
     if bound and needed(run, floor) <= budget:
@@ -236,6 +238,8 @@ def plan_as(run: RunShapes, budget: int, rates: Rates, chosen: Mapping[str, Any]
 def _plan(run: RunShapes, budget: int, rates: Rates, config: L2LConfig) -> Plan:
     phase, names = run.peak(config)
     time = time_of(run, config, rates)
+    if run.chunk_rows is not None:
+        config = replace(config, chunked_loss=run.chunk_rows)
     return Plan(config, _changed(run.config, config), budget, phase, names, time, run.batches)
 
 

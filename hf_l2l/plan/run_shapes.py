@@ -15,7 +15,8 @@ from torch import nn
 from hf_l2l.across_devices.sums import bytes_of_sums
 from hf_l2l.config import L2LConfig
 from hf_l2l.devices import execution_device, execution_devices
-from hf_l2l.logits.heads import output_embedding
+from hf_l2l.logits.heads import chunk_rows as find_chunk_rows
+from hf_l2l.logits.heads import output_embeddings
 from hf_l2l.memory import memory_estimate
 from hf_l2l.model.batch_dims import RowCuts, Ubatch
 from hf_l2l.model.precision import Precision, computing_dtype
@@ -64,6 +65,8 @@ class RunShapes:
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
         device_memory: int | None = None,
+        chunk_memory: int | None = None,
+        chunk_rows: int | None = None,
         given: Collection[str] = (),
         batches: int = 1,
         accumulates: bool = False,
@@ -75,8 +78,9 @@ class RunShapes:
         micro-batches of their own; `accumulates` says whether a step has several such batches, one after the other;
         `given` names options of `config` that bind a plan even if they have their defaults; the model is called under
         `autocast` in this dtype, or, with None, as the region of autocast says that is entered now for the device; so
-        many `devices` run the layers in turn; so many ranks add their gradients on their devices (0: on the host); see
-        `estimate` for the others."""
+        many `devices` run the layers in turn; so many ranks add their gradients on their devices (0: on the host);
+        chunks of logits have `chunk_rows` if these were decided before, else as many as fit `chunk_memory`, which is
+        `device_memory` if it is None; see `estimate` for the others."""
         self.turns = [Turn(number, devices) for number in range(devices)]
         """Of the devices that run the layers."""
         self.given, self._ranks_add = given, ranks_add
@@ -92,11 +96,16 @@ class RunShapes:
             [each for each in devices_here(config) if each.type == self.device.type] or [self.device]
         )
         self.fuses = _always if self.device.type in _FUSING else _without_dropout
+        layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
+        self._heads = output_embeddings(list(shell_modules(model, layers)))
+        memory = self.device_memory if chunk_memory is None else chunk_memory
+        self.chunk_rows = find_chunk_rows(chunk_rows or config.chunked_loss, self._heads, memory)
+        """Rows of a chunk of logits; None if there are no logits of a vocabulary, or all are made at once."""
         self._tracer = Tracer(
             model,
             self.precision,
             layer_classes=config.layer_classes,
-            chunked_loss=config.chunked_loss != "off",
+            chunk_rows=self.chunk_rows,
             fuses=self.fuses,
             autocast=self.autocast,
         )
@@ -109,7 +118,6 @@ class RunShapes:
         self.moments = state.moments
         """Bytes of the optimizer's state in fp32, wherever it is."""
         self.layers = self._tracer.layers
-        layers = [layer for stack in find_stacks(model, config.layer_classes) for layer in stack.layers]
         self.weights = ModelWeights(model, layers, self.precision, state.moments / max(1, state.gradients))
         # It refers weakly to parameters that stay in fp32, and what something refers to cannot become resident.
         self.precision.release()
@@ -124,12 +132,12 @@ class RunShapes:
     @property
     def has_head(self) -> bool:
         """Whether the model computes logits of a vocabulary."""
-        return self._tracer.has_head
+        return bool(self._heads)
 
     @property
     def has_chunked_head(self) -> bool:
         """Whether logits of a vocabulary are made for a chunk of tokens at a time."""
-        return self._tracer.has_head and not self._tracer.makes_all_logits
+        return self.chunk_rows is not None
 
     def traced(self, rows: int, *, by_rows: bool = False) -> Traced:
         """The trace of so many rows (see `Tracer`)."""
@@ -202,6 +210,7 @@ class RunShapes:
             stash=stash,
             boundary=boundary,
             head=head,
+            chunk_rows=self.chunk_rows or 0,
             transients=self._transients(places, shell),
             accumulates=self.accumulates,
             copies_of_inputs=2 if self.batches > 1 else 1,
@@ -212,17 +221,16 @@ class RunShapes:
     def split_head(self, config: L2LConfig) -> SplitHead | None:
         """The output embedding, if several devices compute chunks of logits. Devices that are not known can read each
         other's memory."""
-        if len(self.turns) == 1 or config.head_device == "first" or not self.has_chunked_head:
+        if len(self.turns) == 1 or config.head_device == "first" or self.chunk_rows is None:
             return None
         devices = devices_here(config)
         if not all(stream.copies_directly(*pair) for pair in itertools.permutations(devices, 2)):
             return None
-        outside = list(shell_modules(self.model, self.layers))
-        [head, *_] = [head for module in outside if (head := output_embedding(module, outside)) is not None]
         labels = self.inputs.get("labels")
         tokens = self.rows * self.tokens_per_row if labels is None or labels.dim() < 2 else labels.numel()
         itemsize = 4 if self.multiplies_in is None else self.multiplies_in.itemsize
-        return SplitHead.of(head, itemsize, tokens, len(self.turns), self.traced(self.rows).head_is_done_in_forward)
+        done = self.traced(self.rows).head_is_done_in_forward
+        return SplitHead.of(self._heads[0], itemsize, tokens, self.chunk_rows, len(self.turns), done)
 
     def outside_seconds(self, config: L2LConfig, rates: Rates) -> LayerSeconds:
         """The time of what is in no layer, of which several devices may compute the head."""

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hf_l2l.eps.gradients import ROUNDED_AT_ONCE
-from hf_l2l.logits.chunks import rows_per_chunk
 from hf_l2l.model.precision import Precision
 from hf_l2l.model.residency import LayerPlace
 from hf_l2l.model.stacks import shell_modules
@@ -71,6 +70,8 @@ class SplitHead:
     is_trained: bool
     tokens: int
     """Of the device batch, each a row of logits."""
+    chunk: int
+    """Rows of a chunk."""
     devices: int
     """That have chunks."""
     is_done_in_forward: bool
@@ -78,26 +79,25 @@ class SplitHead:
 
     @classmethod
     def of(
-        cls, head: nn.Module, itemsize: int, tokens: int, devices: int, is_done_in_forward: bool
+        cls, head: nn.Module, itemsize: int, tokens: int, chunk: int, devices: int, is_done_in_forward: bool
     ) -> SplitHead | None:
         """That of a batch with so many tokens on so many devices; None if one computes all of it."""
         weight = getattr(head, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             return None
-        chunks = -(-tokens // rows_per_chunk(weight.shape[1]))
+        chunks = -(-tokens // chunk)
         itemsize = min(itemsize, weight.itemsize)
         sizes = weight.numel(), weight.shape[1], itemsize, weight.requires_grad, tokens
-        found = cls(*sizes, min(devices, chunks), is_done_in_forward)
+        found = cls(*sizes, chunk, min(devices, chunks), is_done_in_forward)
         return found if found.devices > 1 else None
 
     @property
     def num_bytes(self) -> int:
         """On a device other than the first: weight and sum of its gradients; of a chunk, logits, what a cross-entropy
         makes of them in fp32, and their gradient; hidden states of this chunk and the next one."""
-        chunk = rows_per_chunk(self.hidden)
         sums = 4 * self.weights if self.is_trained else 0
-        logits = chunk * self.weights // self.hidden * (12 + self.itemsize)
-        given = min(2, self.tokens // chunk // self.devices) * chunk * self.hidden * self.itemsize
+        logits = self.chunk * self.weights // self.hidden * (12 + self.itemsize)
+        given = min(2, self.tokens // self.chunk // self.devices) * self.chunk * self.hidden * self.itemsize
         return self.weights * self.itemsize + sums + logits + given
 
     @property

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from hf_l2l.compat import FakeTensorMode
-from hf_l2l.logits.heads import OutputEmbeddings, output_embedding
+from hf_l2l.logits.chunks import FEWEST_ROWS
+from hf_l2l.logits.heads import OutputEmbeddings, output_embeddings
 from hf_l2l.memory.dense_masks import dense_masks
 from hf_l2l.model.precision import Precision, in_fp32, let_heads_return_fp32
 from hf_l2l.model.stacks import find_stacks, shell_modules
@@ -38,12 +39,12 @@ class Tracer:
         precision: Precision,
         *,
         layer_classes: tuple[str, ...] | None = None,
-        chunked_loss: bool = True,
+        chunk_rows: int | None = FEWEST_ROWS,
         fuses: Callable[..., bool] = lambda q, k, v, mask, dropout: dropout == 0,
         autocast: torch.dtype | None = None,
     ) -> None:
         """Of a copy of `model`, which may be on any device; its forward is run under autocast in a dtype, if one is
-        given, and returns fp32."""
+        given, and returns fp32. Logits are made for chunks of so many rows, or, with None, for all."""
         self._fake = FakeTensorMode()
         with self._fake:
             self.model = shadow(model, precision)
@@ -56,14 +57,9 @@ class Tracer:
         self._apart, self._answer = False, True
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._layer, number, layer, layer.forward)
-        outside = set(shell_modules(self.model, self.layers))
-        heads = {head for m in outside if (head := output_embedding(m, outside)) is not None}
-        self.has_head = bool(heads)
-        """Whether the model computes logits of a vocabulary."""
-        self.makes_all_logits = bool(heads) and not chunked_loss
-        """Whether logits of a vocabulary are made for all tokens at once."""
-        if chunked_loss:
-            runner = OutputEmbeddings(Plain())
+        heads = output_embeddings(list(shell_modules(self.model, self.layers)))
+        if chunk_rows is not None:
+            runner = OutputEmbeddings(Plain(), chunk_rows)
             for head in heads:
                 head.forward = partial(self._head, runner, head, head.forward)
         for p in self.model.parameters():

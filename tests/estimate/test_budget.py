@@ -133,7 +133,7 @@ def test_tables_tell_their_lengths_without_values():
 # ---- the plan in a checkpoint
 
 ASKED = L2LConfig(device_memory_budget="auto", cmp="bf16", layer_classes=("Block",), trace=None)
-CHOSEN = {"ubatch_size": 2, "stash": "host", "resident": "shell", "resident_layers": 3}
+CHOSEN = {"ubatch_size": 2, "stash": "host", "resident": "shell", "resident_layers": 3, "chunked_loss": 512}
 
 
 def test_a_resumed_run_finds_what_was_chosen(tmp_path, caplog):

@@ -22,7 +22,7 @@ import accumulated
 from accumulated import tiny_llama
 from budgeted import FIGURES, SumOfSquares, plan_of, use_machine_of_8_mib
 from hf_l2l import L2LBatchGrowth, L2LCallback, L2LConfig, L2LTrainer, attach_l2l, detach_l2l
-from hf_l2l.budget.saved import PLAN_FILE
+from hf_l2l.budget.saved import PLAN_FILE, save_plan, saved_choice
 from hf_l2l.budget.within import plan_within
 from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.hf.attach import attachment_of
@@ -30,7 +30,7 @@ from hf_l2l.option_names import argument
 from hf_l2l.plan.planner import BudgetError
 from hf_l2l.probe.figures import LINK
 from hf_l2l.testing import enable_simulated_accelerator
-from models import Toy, batch_for, t5
+from models import Toy, batch_for, llama, t5
 from plain import Streamed
 from runs import UNCHECKED, assert_same_run
 from tiers import more, nightly
@@ -167,6 +167,54 @@ def test_a_plan_is_taken_again_if_it_can_be_had(caplog):
     with caplog.at_level(logging.WARNING, "hf_l2l"):
         again(chosen={"batches": 1, "resident_layers": 1})
     assert "resident_layers cannot be chosen" in caplog.messages[-1]
+
+
+MANY = batch_for(llama(), rows=100)
+"""600 tokens."""
+
+
+def test_chunks_of_logits_have_as_many_tokens_as_a_sixteenth_of_the_memory_allows(tmp_path):
+    """Of the budget, or else of the device; a resumed training has those of its checkpoint, and that of an earlier
+    version has the fewest, as has the smallest budget."""
+
+    def rows(budget: str | None, **options: Any) -> int:
+        model = llama()
+        attach_l2l(model, L2LConfig(device="sim", device_memory_budget=budget, **options), inputs=MANY)
+        logits = model(**MANY).logits
+        detach_l2l(model)
+        return int(logits.deferred.head.rows)
+
+    assert (rows("auto", **GIVEN), rows("auto", chunked_loss=200, **GIVEN)) == (256, 200)
+    assert (rows(None), rows(None, chunked_loss=300)) == (512, 300)
+    config = L2LConfig(device="sim", device_memory_budget="auto", **GIVEN)
+    plans = partial(plan_within, llama(), inputs=MANY)
+    plan = plans(config)
+    assert plan.chosen["chunked_loss"] == plan.config.chunked_loss == 256
+    save_plan(tmp_path, plan, config)
+    saved = saved_choice(tmp_path, config)
+    for number, chosen in ((256, saved), (512, {**saved, "chunked_loss": 512})):
+        again = plans(config, chosen=chosen)
+        assert (again.chosen, again.batches) == ({**plan.chosen, "chunked_loss": number}, 1)
+    # The peak of the plan has larger chunks.
+    assert again.peak_bytes > plan.peak_bytes
+    earlier = {name: value for name, value in saved.items() if name != "chunked_loss"}
+    assert plans(config, chosen=earlier).config.chunked_loss == 128
+    off = plans(replace(config, chunked_loss="off"))
+    assert "chunked_loss" not in off.chosen and off.config.chunked_loss == "off"
+    enable_simulated_accelerator()
+    assert rows(None) == 128, "of a device without a limit"
+
+
+def test_the_smallest_budget_has_the_smallest_chunks():
+    """Of a model whose slots are large, and whose head takes more than a layer computes with."""
+    plans = partial(plan_within, llama(vocab_size=30, intermediate_size=8192), inputs=batch_for(llama(), rows=100))
+    config = L2LConfig(device="sim", ubatch_size=1, stash="host", boundary="host", gradient_slots=1)
+    with pytest.raises(BudgetError) as caught:
+        plans(replace(config, device_memory_budget="1KiB"))
+    least, more = (
+        plans(replace(config, device_memory_budget=f"{caught.value.smallest + size}B")) for size in (0, 2**20)
+    )
+    assert (least.config.chunked_loss, more.config.chunked_loss) == (128, 512)
 
 
 def test_out_of_memory_all_the_same_names_what_was_larger_than_planned():

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_l2l.logits import recorded  # noqa: F401  # it registers what can be done with deferred logits
-from hf_l2l.logits.chunks import Head, in_chunks
+from hf_l2l.logits.chunks import FEWEST_ROWS, Head, in_chunks, rows_per_chunk
 from hf_l2l.logits.deferred import Deferred, DeferredLogits
 from hf_l2l.runtime.compute_state import AutocastState
 from tiers import times
@@ -42,7 +42,7 @@ class Weights:
         return functional.linear(self.hidden, self.weight, self.bias)
 
     def deferred(self) -> DeferredLogits:
-        head = Head(self.weight, self.bias, AutocastState.current(self.hidden.device))
+        head = Head(self.weight, self.bias, AutocastState.current(self.hidden.device), FEWEST_ROWS)
         return DeferredLogits.of(Deferred(head, self.hidden, head.of_none(self.hidden), self.logits))
 
     def gradients(self) -> list[Any]:
@@ -425,11 +425,29 @@ def test_autocast_is_that_of_the_forward():
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "vocabulary", "gigabytes", "rows"),
+    [
+        (4096, 128_000, 80, 2048),
+        (4096, 128_000, 85, 2048),
+        (4096, 128_000, 24, 1024),  # a quarter of the hidden size, at least
+        (2048, 128_000, 24, 512),
+        (64, 128_000, 1e-6, 128),
+        (4096, 1000, 80, 8192),
+        (4096, 128_000, None, 1024),
+        (64, 1000, 1e10, 128),  # a simulated device without a limit
+    ],
+)
+def test_rows_of_a_chunk(hidden, vocabulary, gigabytes, rows):
+    memory = None if gigabytes is None else int(gigabytes * 10**9)
+    assert rows_per_chunk(hidden, vocabulary, memory) == rows
+
+
 def test_sums_of_gradients_are_fp32():
     """1,000 tokens that each give the weight a gradient that 16 bits would round away from the sum."""
     hidden = torch.ones(1, 1000, 4, dtype=torch.bfloat16)
     weight = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True)
-    head = Head(weight, None, AutocastState.current(hidden.device))
+    head = Head(weight, None, AutocastState.current(hidden.device), FEWEST_ROWS)
     found = in_chunks(head, hidden[0], lambda logits: logits.sum(-1, keepdim=True) / 1000)
     found.sum().backward()
     torch.testing.assert_close(weight.grad, torch.ones_like(weight), rtol=1e-2, atol=0)
