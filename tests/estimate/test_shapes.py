@@ -209,6 +209,29 @@ def test_autocast_of_the_program_around_the_estimate_is_no_part_of_it():
     assert peaks(autocast=BF16) != plain
 
 
+@pytest.mark.parametrize(
+    ("cmp", "frozen", "forward", "backward"),
+    [("bf16", False, 3, 0), ("bf16", True, 2, 0), ("fp16", False, 1, 3), ("fp16", True, 1, 2)],
+)
+def test_products_of_a_head_in_chunks(cmp, frozen, forward, backward):
+    """Of which a second device has every other chunk, and with them weights and sums of gradients, in the forward that
+    computes gradients, too. With fp16, the backward makes logits again."""
+    model = llama(vocab_size=500).train()
+    model.lm_head.weight.requires_grad_(not frozen)
+    inputs = example_inputs(model, 64, 8)
+    options: dict[str, Any] = {"device": torch.device("cuda"), "devices": 2}
+    run = RunShapes(model, L2LConfig(cmp=cmp, chunked_loss=128), inputs, **options)
+    last, product = run.traced(64).pieces[-1], 2 * 64 * 8 * 500 * 16
+    assert (last.forward_flops, last.backward_flops) == (forward * product, backward * product)
+    head = run.split_head(run.config)
+    assert head is not None
+    assert head.spared_flops == (forward * product // 2, backward * product // 2)
+    weights, sums = 2 * 500 * 16, 0 if frozen else 4 * 500 * 16
+    assert head.copied == ((weights, sums) if backward else (weights + sums, 0))
+    one = RunShapes(model, L2LConfig(cmp=cmp, chunked_loss=512), inputs, **options)
+    assert one.split_head(one.config) is None, "one chunk"
+
+
 def test_layers_multiply_in_the_dtype_of_autocast():
     """By which the rate of the device is chosen."""
     assert shapes_of().multiplies_in is None

@@ -61,6 +61,7 @@ MORE_VALUES: list[dict[str, Any]] = [
     {"spill_dir": 7, "stash": "disk"},
     {"state_dir": 7, "state_tier": "disk"},
     {"num_threads": 100_000},
+    {"chunked_loss": 0},
     {"trace": "nowhere/trace.json"},
     {"trace": "/dev"},
     {"trace": "x" * 300},

@@ -185,7 +185,7 @@ def test_chunks_of_logits_have_as_many_tokens_as_a_sixteenth_of_the_memory_allow
         return int(logits.deferred.head.rows)
 
     assert (rows("auto", **GIVEN), rows("auto", chunked_loss=200, **GIVEN)) == (256, 200)
-    assert (rows(None), rows(None, chunked_loss=300)) == (512, 300)
+    assert (rows(None), rows(None, chunked_loss="300")) == (512, 300), "text of a command line"
     config = L2LConfig(device="sim", device_memory_budget="auto", **GIVEN)
     plans = partial(plan_within, llama(), inputs=MANY)
     plan = plans(config)
