@@ -159,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     curves: dict[str, list[Point]] = {}
     parts = ["# Step time against the budget of device memory", "Computed by the cost model; nothing was measured."]
     for name, machine in MACHINES.items():
-        curves[name] = curve(run, Rates.of(machine, torch.bfloat16), options.points)
-        check(run, Rates.of(machine, torch.bfloat16), curves[name])
+        curves[name] = curve(run, Rates.of(machine, torch.bfloat16, run.config), options.points)
+        check(run, Rates.of(machine, torch.bfloat16, run.config), curves[name])
         parts += [f"## {name}", table(curves[name], machine)]
     parts += ["## The machines", SOURCES, "`python benchmarks/budget_curve.py` computes it again."]
     text = "\n\n".join(parts)
