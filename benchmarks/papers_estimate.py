@@ -18,7 +18,7 @@ from hf_l2l.plan.step_time import Rates
 from hf_l2l.shapes.inputs import example_inputs
 
 BERT_PARAMETERS = 340e6
-V100 = Rates(flops=30e12, link_up=16e9, link_down=16e9, adamw=BERT_PARAMETERS * 3, device_adamw=1e10)
+V100 = Rates(flops=30e12, link_up=16e9, link_down=16e9, update=BERT_PARAMETERS * 3, device_adamw=1e10)
 """The first text, section 3.1.2: 30 TFLOP/s, PCIe 3, and an update of the whole model in a third of a second."""
 TOKENS = 512
 ON_HOST: dict[str, Any] = {"stash": "host", "boundary": "host", "cmp": "bf16"}

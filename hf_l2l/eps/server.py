@@ -183,12 +183,12 @@ class EagerParamServer(ShownAsTable):
             self.updates.start_forward()
         self.timeline.start_forward()
         if self.lane.is_stream:
-            self._end_copies()  # of memory that is freed here
+            self.end_copies()  # of memory that is freed here
             self.memory.adopt()
             if torch.is_grad_enabled():
                 self.memory.take_gradients()
 
-    def _end_copies(self) -> None:
+    def end_copies(self) -> None:
         """Wait for copies that a forward or a backward has not waited for."""
         self.copies.wait_for_reads()
         self.gradients.end_landing()
@@ -262,7 +262,7 @@ class EagerParamServer(ShownAsTable):
             Exception: the exception of an update that failed.
             EngineFailedError: if that exception has been raised before.
         """
-        self._end_copies()
+        self.end_copies()
         self.updates.synchronize()
         if self.saving is not None:
             self.saving.wait_for_values()
@@ -402,7 +402,7 @@ class EagerParamServer(ShownAsTable):
         """Finish all updates, unwrap the optimizers and return them, and move the masters to ordinary memory."""
         if not self.updates.worker.has_failed:
             self.synchronize()
-        self._end_copies()  # of memory that is freed here
+        self.end_copies()  # of memory that is freed here
         self.ledger.release(self.memory_report())
         optimizers = self.updates.release()
         self.timeline.close()

@@ -396,7 +396,10 @@ class L2LTrainerMixin(PlotMixin, NoiseScaleMixin, RealtimeMixin, CheckpointsMixi
         Callbacks get that, and the file of the run, which has all that was measured. The state does not, since it is
         the same for equal runs."""
         attached = attachment_of(self.model)
-        timeline = attached.eps.timeline if attached is not None and "loss" in logs else None
+        timeline = None
+        if attached is not None and "loss" in logs:
+            timeline = attached.eps.timeline
+            attached.eps.end_copies()  # the spans of the last step end with those of its last gradients
         measured = {} if timeline is None else log_entries(timeline, self._tokens.count)
         entries: dict[str, Any] = {}
         if timeline is not None and measured:

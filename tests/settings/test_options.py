@@ -119,6 +119,7 @@ OF_THE_TRAINER = {"device_memory_budget": "auto"}
 AS_PARSED: dict[str, Any] = {
     **dict.fromkeys(("trace", "spill_dir", "state_dir"), (str | os.PathLike[str] | None, str | None)),
     "layer_classes": (tuple[str, ...] | None, list[str] | None),
+    "chunked_loss": (typing.Literal["auto", "off"] | int, str),
 }
 """Types of `L2LConfig` that a parser cannot make of words, and those of the arguments."""
 
@@ -296,6 +297,7 @@ NUMBERED: dict[str, tuple[list[Any], list[Any]]] = {
     "l2l_device_stash": ([1, 2], [9]),
     "device_memory_budget": (["auto", "off", "8GiB"], ["-1", 8]),
     "l2l_gradient_slots": ([1, 2], [3]),
+    "l2l_chunked_loss": (["auto", "off", 64, "64"], ["on", 0, 1.5]),
     "l2l_num_threads": ([1], [0, 1000000]),
     "l2l_rank_timeout": ([1, 60.5], [0, "long", float("nan")]),
     "l2l_layer_classes": ([["BertLayer"]], [["NoLayer"], [], "BertLayer"]),

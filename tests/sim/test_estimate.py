@@ -232,7 +232,7 @@ def test_the_stash_of_one_device_decides(megabytes, stash):
 
 def rates(link: float, flops: float, adamw: float) -> Rates:
     """The virtual clock counts no operations of the optimizer on the device."""
-    return Rates(flops=flops, link_up=link, link_down=link, adamw=adamw, device_adamw=math.inf)
+    return Rates(flops=flops, link_up=link, link_down=link, update=adamw, device_adamw=math.inf)
 
 
 LINK, HOST, BALANCED = rates(1e8, 1e13, 1e12), rates(1e10, 1e13, 1e7), rates(1e9, 2e11, 1e9)
