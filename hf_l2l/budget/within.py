@@ -35,6 +35,7 @@ from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.shapes.losses import told_failures
 
+NOT_AGAIN = "the plan of the checkpoint is not used again, and another one is made: %s"
 AUTO_SHARE = 0.9
 """The share of the device's memory that "auto" is; the rest is for the context, fragments and other programs."""
 
@@ -172,6 +173,9 @@ def _plan_within(
     except BudgetError:
         if config.chunked_loss != "auto":
             raise
+        if chunk_rows is not None:
+            logger.warning(NOT_AGAIN, f"its chunks of logits, of {chunk_rows} tokens, need more than the budget")
+            chosen = None
         chunk_memory, chunk_rows = 0, None  # the smallest budget has as few rows as fit any memory
         run = run_of(1)
         refuse_small(run, budget)
@@ -187,7 +191,7 @@ def _plan_within(
         again, reason = _again(run_of, budget, rates, dict(chosen), batches, bound)
         if again is not None:
             return of_step(again)
-        logger.warning("the plan of the checkpoint is not used again, and another one is made: %s", reason)
+        logger.warning(NOT_AGAIN, reason)
     plan = of_step(make_plan(run, budget, rates, apart=apart))
     if batches == 1:
         return plan

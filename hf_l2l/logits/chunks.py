@@ -33,13 +33,14 @@ MOST_ROWS = 8192
 """Of a chunk: more make no product faster."""
 _BYTES = 16
 """Of a row and entry of the vocabulary: logits, what a loss makes of them, and their gradient."""
+_STEP = 256
 _SHARE = 16
 """A chunk takes the memory divided by this."""
 
 
 def rows_per_chunk(hidden_size: int, vocabulary: int, memory: int | None) -> int:
-    """Rows of a chunk: so many that it takes a sixteenth of `memory`, in bytes, as a power of two, so that devices of
-    nearly the same size have the same sums.
+    """Rows of a chunk: as many as fit a sixteenth of `memory`, in bytes, as a multiple of 256, which products of
+    matrices like.
 
     But at least so many that it takes as much as the sum of the weight's gradients, which is there anyway (4 V H
     bytes); and so many if the memory is None, or that of a device without a limit.
@@ -48,7 +49,7 @@ def rows_per_chunk(hidden_size: int, vocabulary: int, memory: int | None) -> int
     if memory is None or memory >= sys.maxsize:  # a simulated device says that all addresses are its memory
         return fewest
     fitting = min(memory // (_SHARE * _BYTES * vocabulary), MOST_ROWS)
-    return max(fewest, (1 << fitting.bit_length()) >> 1)
+    return max(fewest, fitting - fitting % _STEP)
 
 
 class Step(NamedTuple):
@@ -416,7 +417,9 @@ def _gradient_of_logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of the result of the linear function, and what `function` returns."""
     logits = head.linear(hidden)
-    with torch.enable_grad():
+    # In a forward, hooks of the program, as those of activation checkpointing, must not get what this graph saves.
+    own = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+    with torch.enable_grad(), own:
         logits = logits.detach().requires_grad_()
         result = function(head.after(logits), *rows)
     [found] = torch.autograd.grad(result, logits, torch.ones_like(result) if gradient is None else gradient)

@@ -59,7 +59,9 @@ def chunk_rows(asked: int | str, heads: Sequence[nn.Module], memory: int | None)
     if not isinstance(asked, str):
         return asked
     weights = [getattr(head, "weight", None) for head in heads]
-    shapes = [weight.shape for weight in weights if isinstance(weight, torch.Tensor) and weight.dim() == 2]
+    # What is quantized has other shapes, and its logits are not made in chunks.
+    plain = [weight for weight in weights if isinstance(weight, torch.Tensor) and not is_quantized(weight)]
+    shapes = [weight.shape for weight in plain if weight.dim() == 2]
     return min((rows_per_chunk(width, count, memory) for count, width in shapes), default=FEWEST_ROWS)
 
 

@@ -110,8 +110,10 @@ def remedies(
     before = with_changes(helpful)
     if len(helpful) > 1:
         yield before
+    if not keeps_8_bits(optimizer):
+        return
     last = with_changes({**helpful, "moment_dtype": "8bit"})
-    if keeps_8_bits(optimizer) and last.host_bytes < before.host_bytes:
+    if last.host_bytes < before.host_bytes:
         yield last
 
 

@@ -205,8 +205,9 @@ def test_chunks_of_logits_have_as_many_tokens_as_a_sixteenth_of_the_memory_allow
     assert rows(None) == 128, "of a device without a limit"
 
 
-def test_the_smallest_budget_has_the_smallest_chunks():
-    """Of a model whose slots are large, and whose head takes more than a layer computes with."""
+def test_the_smallest_budget_has_the_smallest_chunks(caplog):
+    """Of a model whose slots are large, and whose head takes more than a layer computes with. A plan with larger ones
+    is not used again, which is said."""
     plans = partial(plan_within, llama(vocab_size=30, intermediate_size=8192), inputs=batch_for(llama(), rows=100))
     config = L2LConfig(device="sim", ubatch_size=1, stash="host", boundary="host", gradient_slots=1)
     with pytest.raises(BudgetError) as caught:
@@ -214,7 +215,11 @@ def test_the_smallest_budget_has_the_smallest_chunks():
     least, more = (
         plans(replace(config, device_memory_budget=f"{caught.value.smallest + size}B")) for size in (0, 2**20)
     )
-    assert (least.config.chunked_loss, more.config.chunked_loss) == (128, 512)
+    assert (least.config.chunked_loss, more.config.chunked_loss) == (128, 768)
+    config = replace(config, device_memory_budget=f"{caught.value.smallest}B")
+    resumed = plans(config, chosen={**more.chosen, "batches": 1})
+    assert resumed.config.chunked_loss == 128
+    assert "chunks of logits, of 768 tokens, need more than the budget" in caplog.text
 
 
 def test_out_of_memory_all_the_same_names_what_was_larger_than_planned():

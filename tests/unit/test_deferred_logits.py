@@ -425,13 +425,30 @@ def test_autocast_is_that_of_the_forward():
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=1e-2)
 
 
+def test_a_loss_shows_hooks_of_saved_tensors_no_logits():
+    """Activation checkpointing around the loss would compute its region again for each chunk."""
+    weights, packed = Weights(), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = IN_CHUNKS["mean"](weights.deferred(), weights.labels)
+    assert packed and (FEWEST_ROWS, VOCAB) not in packed
+    loss.backward()
+    assert all(gradient is not None for gradient in weights.gradients())
+
+
 @pytest.mark.parametrize(
     ("hidden", "vocabulary", "gigabytes", "rows"),
     [
-        (4096, 128_000, 80, 2048),
-        (4096, 128_000, 85, 2048),
+        (4096, 128_000, 80, 2304),
+        (4096, 128_000, 85, 2560),
+        (3584, 151_936, 80, 2048),
         (4096, 128_000, 24, 1024),  # a quarter of the hidden size, at least
         (2048, 128_000, 24, 512),
+        (2048, 32_000, 24, 2816),
         (64, 128_000, 1e-6, 128),
         (4096, 1000, 80, 8192),
         (4096, 128_000, None, 1024),
