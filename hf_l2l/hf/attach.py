@@ -48,6 +48,7 @@ from hf_l2l.hf.preparation import (
 from hf_l2l.log import logger, tell
 from hf_l2l.logits.heads import OutputEmbeddings, chunk_rows, output_embeddings
 from hf_l2l.model.batch_dims import RowCuts
+from hf_l2l.model.kept_state import ATTACHMENT
 from hf_l2l.model.precision import Precision, computing_dtype, let_heads_return_fp32
 from hf_l2l.model.quantized import refuse_untrainable
 from hf_l2l.model.residency import LayerPlace, make_resident, move_back, moves_shell, places_of, state_follows
@@ -62,7 +63,7 @@ from hf_l2l.runtime import stream
 from hf_l2l.stash.tiers import Tiers, spill_file
 from hf_l2l.state_tier.server import check_state_tier, eps_of
 
-_ATTRIBUTE = "_l2l"
+_ATTRIBUTE = ATTACHMENT
 
 
 @dataclass

@@ -28,6 +28,10 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 Place = tuple[nn.Module, str]
 
 
+ATTACHMENT = "_l2l"
+"""The attribute of an attached model that holds what it is attached to."""
+
+
 @dataclass
 class Kept:
     """Which attributes of a layer its forward writes tensors to."""
@@ -137,7 +141,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _OF_MODULES and name != "_hf_hook" and not callable(value)
+        if name not in _OF_MODULES and name not in ("_hf_hook", ATTACHMENT) and not callable(value)
     }
 
 
