@@ -150,7 +150,6 @@ def test_the_window_holds_its_layers(tmp_path):
     assert eps.state.window.limit == limit
 
 
-@nightly
 @cpu_suffices
 def test_parameters_with_other_memory_move_to_disk_again(tmp_path):
     """As of a program that resizes an embedding; what is frozen has its own file. Files of parts that are no more are

@@ -152,8 +152,6 @@ def test_a_layer_travels_in_one_copy_again_after_it_has_changed(options):
         return all(eps.copies.of_unit(unit).flat is not None and unit.gradient_block is not None for unit in units)
 
     assert whole()
-    optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), fused=True))
-    optimizer.step()  # what an update keeps of a parameter does not count as another user of its memory
     settled_memory()  # memory of earlier tests goes
     locked = page_locked_bytes()
     weight = model.blocks[0].down.weight
