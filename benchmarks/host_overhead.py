@@ -82,6 +82,12 @@ class _Stream:
         pass
 
 
+class _Module(types.SimpleNamespace):
+    """Stands for the module of a device, which can be a key."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def cpu_with_streams() -> None:
     """Let `hf_l2l.stream` take the CPU for a device with streams, page-locked memory and a generator of its own."""
     current, generator = _Stream(), torch.zeros(16, dtype=torch.uint8)
@@ -90,7 +96,7 @@ def cpu_with_streams() -> None:
     def entered(_: _Stream) -> Iterator[None]:
         yield
 
-    module = types.SimpleNamespace(
+    module = _Module(
         Event=_Event,
         Stream=_Stream,
         stream=entered,

@@ -117,10 +117,10 @@ def test_attaching_overhead_and_launches_are_measured(module, words, name):
 def test_the_start_of_a_step_is_measured(tmp_path):
     shown = measured_apart("step_start", ["--out", str(tmp_path / "table.md")])
     rows = (line.strip("| ").split(" | ") for line in shown[2:])
-    times = {label: (float(tied), float(own)) for label, tied, own in rows}
-    tied, own = times["the device waits for the first layer of a step"]
-    assert tied == pytest.approx(own, rel=0.01), "a head of its own does not hold it up"
-    assert tied > times["the update of the embedding alone takes"][0]
+    times = {label: (float(small), float(large)) for label, small, large in rows}
+    for each in zip(*times.values(), strict=True):
+        end, start, _, host, _, waits, step = each
+        assert 0 < end < start < waits < step and host < end + start
 
 
 def test_the_noise_scale_is_beside_that_of_two_batch_sizes(tmp_path, tiny_model, capsys):
