@@ -148,7 +148,8 @@ class Gradients:
         """Device -> the point after which all norms that it has sent are on the host."""
         self._late: list[_LateSum] = []
         """Sums in `p.grad` that were being downloaded at the end of the last backward."""
-        weakref.finalize(self, _end_landing, self._late)
+        # Their memory may be freed with this object; at the end of the process, or of a forked one, nobody waits.
+        weakref.finalize(self, _end_landing, self._late).atexit = False
         self.norm_memory = SmallTensors(memory, "norms of gradients")
         self._task: int | None = None
         """The backward that `_held` belongs to."""

@@ -72,7 +72,8 @@ class Copies:
         self.uses: Uses | None = None
         """Told of masters that are about to be read: they may be on disk."""
         self._reads = Reads()
-        weakref.finalize(self, self._reads.wait)
+        # Their memory may be freed with this object; at the end of the process, or of a forked one, nobody waits.
+        weakref.finalize(self, self._reads.wait).atexit = False
 
     def of_unit(self, unit: MasterUnit, stage: Stage | None = None) -> Sources:
         """What is uploaded of `unit`; waits for updates.

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 
 from hf_l2l.runtime import stream
 from hf_l2l.runtime.flat_memory import Piece, Room, elements
-from hf_l2l.testing import sim_host
+from hf_l2l.testing import copies_under_way, sim_host
 from hf_l2l.testing.sim_host import overlap, range_of
+from training import settled_memory
 
 
 @contextmanager
@@ -22,6 +24,17 @@ def forced_copies() -> Iterator[None]:
     """
     with mock.patch.object(stream, "shares_host_memory", lambda device: False):
         yield
+
+
+def copies_at_unlocks(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of copies of the simulated accelerator that are under way, whenever memory is
+    unlocked from now on."""
+    settled_memory()  # models of earlier tests go, whose memory would be unlocked in this one
+    torch.sim.synchronize()
+    found: list[int] = []
+    unlock = stream.page_unlock
+    patch.setattr(stream, "page_unlock", lambda *of: (found.append(copies_under_way()), unlock(*of)))
+    return found
 
 
 @contextmanager

@@ -14,13 +14,12 @@ from hf_l2l.eps import masters
 from hf_l2l.optim import one_pass
 from hf_l2l.optim.layer_optimizers import LayerOptimizers, SplitStep
 from hf_l2l.optim.one_pass import OnePass
-from hf_l2l.runtime import stream
 from hf_l2l.testing import Costs, copies_under_way, engine_on_clock, virtual_clock
 from left_over import gone
+from memory_switches import copies_at_unlocks
 from runs import Run, assert_same_run, run_of
 from tiers import more
 from timed_machine import WIDTH, Block
-from training import settled_memory
 
 VOCABULARY = 150_000
 """Of 2.4 million elements: three pieces."""
@@ -122,11 +121,7 @@ def test_a_piece_is_updated_and_uploaded_while_others_are_on_their_way():
 
 
 def test_memory_of_an_eager_update_that_fails_is_unlocked_when_its_gradient_has_arrived(monkeypatch):
-    settled_memory()  # models of earlier tests go, whose memory would be unlocked in this one
-    torch.sim.synchronize()
-    under_way: list[int] = []
-    unlock = stream.page_unlock
-    monkeypatch.setattr(stream, "page_unlock", lambda *of: (under_way.append(copies_under_way()), unlock(*of)))
+    under_way = copies_at_unlocks(monkeypatch)
     model = Decoder(is_tied=False)
     eps = attach_l2l(model, L2LConfig(device="sim", layer_classes=("Block",), eps_update="eager"))
     optimizer = eps.wrap(torch.optim.AdamW(model.parameters(), fused=True))

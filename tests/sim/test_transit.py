@@ -19,6 +19,7 @@ from hf_l2l.eps.gradients import Gradients
 from hf_l2l.rows.host_rows import host_of
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
+from memory_switches import copies_at_unlocks
 from models import Toy, assert_same_bits, attached, batch_for, gradients, train_once
 from runs import OPTIMIZERS, attach, config_for
 from scenarios import Case, failing_hook
@@ -190,11 +191,7 @@ def test_nothing_is_on_its_way_when_a_backward_to_an_intermediate_is_over(stash)
 
 def test_memory_of_a_model_that_goes_is_unlocked_when_its_last_gradients_have_arrived(monkeypatch):
     """Its backward has not waited for them."""
-    settled_memory()  # models of earlier tests go, whose memory would be unlocked in this one
-    torch.sim.synchronize()
-    under_way: list[int] = []
-    unlock = stream.page_unlock
-    monkeypatch.setattr(stream, "page_unlock", lambda *of: (under_way.append(copies_under_way()), unlock(*of)))
+    under_way = copies_at_unlocks(monkeypatch)
     model = attached(tiny_bert(dropout=0.0), device="sim")
     model(**batch_for(model)).loss.backward()
     assert copies_under_way()
