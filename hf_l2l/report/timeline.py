@@ -356,18 +356,22 @@ class Timeline:
     def collect(self) -> None:
         """Process the spans that the device has finished; leave the others for the next call."""
         spans: list[Span] = []
+        late: list[_Noted] = []
         while self._noted:
-            noted = self._noted[0]
+            noted = self._noted.popleft()
             start_s, end_s = self._seconds(noted.start), self._seconds(noted.end)
             if start_s is None or end_s is None:
+                late.append(noted)
+                if noted.row == "download" and not noted.waits_for:
+                    continue  # a step is over before its last gradients have landed
                 break
-            self._noted.popleft()
             if noted.row == STEPS:
                 self._count_step(noted.name, end_s - start_s)
             span = self._waits.count(Span(noted.row, noted.name, start_s, end_s), noted.waits_for, noted.since)
             spans.append(span)
             if noted.waits_for and span.row != WAITS:
                 spans.append(span._replace(row=WAITS, name=f"{span.row} of {span.name}"))
+        self._noted.extendleft(reversed(late))
         if self._trace is not None:
             self._trace.write(spans)
 

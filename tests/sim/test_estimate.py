@@ -230,9 +230,9 @@ def test_the_stash_of_one_device_decides(megabytes, stash):
 # ---- the time of a step, by the cost model and on the clock on which the engine itself runs
 
 
-def rates(link: float, flops: float, adamw: float) -> Rates:
+def rates(link: float, flops: float, update: float) -> Rates:
     """The virtual clock counts no operations of the optimizer on the device."""
-    return Rates(flops=flops, link_up=link, link_down=link, update=adamw, device_adamw=math.inf)
+    return Rates(flops=flops, link_up=link, link_down=link, update=update, device_adamw=math.inf)
 
 
 LINK, HOST, BALANCED = rates(1e8, 1e13, 1e12), rates(1e10, 1e13, 1e7), rates(1e9, 2e11, 1e9)
@@ -270,7 +270,7 @@ def test_steps_take_the_time_of_the_model(name):
     step()  # learns the order of the layers
     eps.synchronize()
     # An update reads and writes 28 bytes per parameter: gradient 4, weight 8, two moments 16.
-    costs = Costs(link_bytes_per_s=given.link_up, flop_per_s=given.flops, host_bytes_per_s=28 * given.adamw)
+    costs = Costs(link_bytes_per_s=given.link_up, flop_per_s=given.flops, host_bytes_per_s=28 * given.update)
     ends = []
     with virtual_clock(costs) as clock, engine_on_clock(clock, eps):
         for _ in range(3):

@@ -153,10 +153,12 @@ UPDATES = [f"the update of blocks.{layer}" for layer in range(8)]
 @nightly
 @pytest.mark.parametrize("transfer_s", [7.0, 1.0], ids="a layer travels for {} s".format)
 def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path):
-    """A layer begins when it has been updated and has travelled. What the updates add to that is the EPS's."""
+    """A layer begins when it has been updated and has travelled. What the updates add to that is the EPS's. The last
+    gradients of the step before still travel when this one begins."""
     _, averages, rows = watched_step(slow_update(transfer_s), tmp_path / "t.json", "deferred")
     starts = [start for name, start, _ in rows["compute"] if name.startswith("forward")]
-    assert starts == pytest.approx([UPDATE_S * (layer + 1) + transfer_s for layer in range(8)])
+    assert starts == pytest.approx([transfer_s + UPDATE_S * (layer + 1) + transfer_s for layer in range(8)])
+    assert rows["waits"][0] == (wait_reasons.GRADIENT_DOWNLOADED, pytest.approx(0.0), pytest.approx(transfer_s))
     slower = max(FORWARD_S, transfer_s)
     assert averages.eps_s == pytest.approx(UPDATE_S + 7 * (UPDATE_S - slower))
     backward = 6 * max(0.0, transfer_s - 3 * FORWARD_S)  # the last two layers stay
@@ -179,7 +181,8 @@ def test_an_eager_update_is_under_the_backward(tmp_path):
     assert [name for name, *_ in updates] == UPDATES[::-1]
     [after_the_last] = [start for name, start, _ in rows["download"] if name == "blocks.7"]
     assert updates[0][1] == pytest.approx(after_the_last + 1.0, abs=0.01)  # when it has landed
-    assert rows["waits"][0][:2] == (UPDATES[0], pytest.approx(0.0))
+    assert rows["waits"][0] == (wait_reasons.GRADIENT_DOWNLOADED, pytest.approx(0.0), pytest.approx(1.0))
+    assert rows["waits"][1][:2] == (UPDATES[0], pytest.approx(1.0))
     assert averages.eps_s == pytest.approx(8 * UPDATE_S - 7 * 3 * FORWARD_S)
     assert averages.bound == "host update"
 
