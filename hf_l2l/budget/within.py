@@ -35,7 +35,6 @@ from hf_l2l.runtime import stream
 from hf_l2l.runtime.tensors import size_text
 from hf_l2l.shapes.losses import told_failures
 
-NOT_AGAIN = "the plan of the checkpoint is not used again, and another one is made: %s"
 AUTO_SHARE = 0.9
 """The share of the device's memory that "auto" is; the rest is for the context, fragments and other programs."""
 
@@ -174,7 +173,7 @@ def _plan_within(
         if config.chunked_loss != "auto":
             raise
         if chunk_rows is not None:
-            logger.warning(NOT_AGAIN, f"its chunks of logits, of {chunk_rows} tokens, need more than the budget")
+            _warn_not_again(f"its chunks of logits, of {chunk_rows} tokens, need more than the budget")
             chosen = None
         chunk_memory, chunk_rows = 0, None  # the smallest budget has as few rows as fit any memory
         run = run_of(1)
@@ -191,7 +190,7 @@ def _plan_within(
         again, reason = _again(run_of, budget, rates, dict(chosen), batches, bound)
         if again is not None:
             return of_step(again)
-        logger.warning(NOT_AGAIN, reason)
+        _warn_not_again(reason)
     plan = of_step(make_plan(run, budget, rates, apart=apart))
     if batches == 1:
         return plan
@@ -199,6 +198,10 @@ def _plan_within(
     if at_once is None or at_once.time.seconds > (1 - WORTH) * plan.time.seconds:
         return plan
     return at_once
+
+
+def _warn_not_again(reason: str) -> None:
+    logger.warning("the plan of the checkpoint is not used again, and another one is made: %s", reason)
 
 
 def _again(

@@ -102,7 +102,8 @@ def refuse_races(work: HostWork) -> None:
                 )
         for tensor in (*work.changes, *work.writes):
             touched = range_of(tensor)
-            watched = next((w for w in WATCHED if overlap((w.access.low, w.access.high), touched)), None)
+            watching = (w for w in WATCHED if overlap((w.access.low, w.access.high), touched) and _has_memory(w))
+            watched = next(watching, None)
             if watched is not None and not within(watched.access, ORDER.host):
                 raise RuntimeError(
                     f"{work.what} writes into a host tensor of shape {tuple(tensor.shape)} that "
@@ -152,16 +153,22 @@ def _end_watch(over: list[Watched]) -> None:
         _refuse_changed(watched)
 
 
+def _has_memory(watched: Watched) -> bool:
+    """Whether the memory is still that which was read: after it is freed, another tensor may get it."""
+    access = watched.access
+    # The memory outlives a tensor over page-locked pages that was made for the copy alone.
+    return watched.storage() is not None or (watched.is_whole and PAGES.hold(access.low, access.high))
+
+
 def _refuse_changed(watched: Watched) -> None:
     storage, access = watched.storage(), watched.access
     dtype, *place = watched.like
+    if not _has_memory(watched):
+        return
     if storage is not None:
         digest = _digest(torch.empty(0, dtype=dtype).set_(storage, *place))
-    # The memory outlives a tensor over page-locked pages that was made for the copy alone.
-    elif watched.is_whole and PAGES.hold(access.low, access.high):
-        digest = _digest_of(access.low, access.high)
     else:
-        return
+        digest = _digest_of(access.low, access.high)
     if digest != watched.digest:
         raise RuntimeError(
             f"the host wrote into a tensor of shape {tuple(watched.like[2])} that {watched.access.name} on "

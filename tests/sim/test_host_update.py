@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -190,3 +191,17 @@ def test_an_update_of_what_a_copy_uses_is_refused():
     with pytest.raises(RuntimeError, match="write-after-read race"):
         update(parameter, gradient)
     lane.synchronize()
+
+
+def test_an_update_of_memory_that_was_freed_since_a_copy_read_it_is_no_race():
+    memory = np.zeros(8, np.float32)
+    lane, there = torch.sim.Stream(), torch.zeros(8, device="sim")
+    source = torch.from_numpy(memory)
+    torch.sim.synchronize()
+    with torch.sim.stream(lane):
+        there.copy_(source, non_blocking=True)
+    torch.sim.current_stream().wait_stream(lane)
+    there.add_(1)  # the copy lands, and the host has not waited
+    del source  # as memory that is freed, and given to another tensor
+    update(nn.Parameter(torch.from_numpy(memory)), torch.ones(8))
+    assert memory.any()
