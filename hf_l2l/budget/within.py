@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,17 @@ from hf_l2l.optim.layer_optimizers import unwrapped
 from hf_l2l.optim.layerwise_check import why_not_layer_local
 from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
-from hf_l2l.plan.planner import WORTH, BudgetError, Plan, make_plan, needed, plan_as, refuse_small, time_of
+from hf_l2l.plan.planner import (
+    WORTH,
+    BudgetError,
+    Plan,
+    make_plan,
+    needed,
+    plan_as,
+    refuse_small,
+    run_within,
+    time_of,
+)
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Rates
 from hf_l2l.probe.figures import HardwareFigures
@@ -144,11 +155,8 @@ def _plan_within(
     devices = execution_devices(config.device)
     device = devices[0]
     bound, apart = _bound(model, config, optimizer)
-    chunk_rows = None if chosen is None else chosen.get("chunked_loss")
-    # The plan of an earlier version had as few rows as fit any memory.
-    chunk_memory = budget if chosen is None or chunk_rows else 0
 
-    def run_of(at_once: int) -> RunShapes:
+    def run_of(at_once: int, chunk_memory: int, chunk_rows: int | None = None) -> RunShapes:
         with told_failures(model):
             return RunShapes(
                 model,
@@ -166,18 +174,20 @@ def _plan_within(
                 ranks_add=process_group_size() if _may_add_on_devices(config, devices) else 0,
             )
 
-    run = run_of(1)
-    try:
-        refuse_small(run, budget)  # before a machine is measured
-    except BudgetError:
-        if config.chunked_loss != "auto":
-            raise
-        if chunk_rows is not None:
-            _warn_not_again(f"its chunks of logits, of {chunk_rows} tokens, need more than the budget")
+    # A budget that is too small is refused before a machine is measured.
+    if chosen is not None:
+        # The plan of an earlier version had as few rows in a chunk of logits as fit any memory.
+        before = chosen.get("chunked_loss")
+        run = run_of(1, 0, before)
+        try:
+            refuse_small(run, budget)
+        except BudgetError:
+            what = "it needs" if before is None else f"its chunks of logits, of {before} tokens, need"
+            _warn_not_again(f"{what} more than the budget")
             chosen = None
-        chunk_memory, chunk_rows = 0, None  # the smallest budget has as few rows as fit any memory
-        run = run_of(1)
-        refuse_small(run, budget)
+    if chosen is None:
+        run = run_within(partial(run_of, 1), budget)
+    alike = partial(run_of, chunk_memory=0, chunk_rows=run.chunk_rows)
     rates = Rates.of(figures or known_figures(device), run.multiplies_in, config)
 
     def of_step(plan: Plan) -> Plan:
@@ -187,14 +197,14 @@ def _plan_within(
         return replace(plan, time=time_of(run, plan.config, rates, batches=batches))
 
     if chosen is not None:
-        again, reason = _again(run_of, budget, rates, dict(chosen), batches, bound)
+        again, reason = _again(alike, budget, rates, dict(chosen), batches, bound)
         if again is not None:
             return of_step(again)
         _warn_not_again(reason)
     plan = of_step(make_plan(run, budget, rates, apart=apart))
     if batches == 1:
         return plan
-    at_once = _at_once(run_of(batches), run, budget, rates, apart=apart)
+    at_once = _at_once(alike(batches), run, budget, rates, apart=apart)
     if at_once is None or at_once.time.seconds > (1 - WORTH) * plan.time.seconds:
         return plan
     return at_once

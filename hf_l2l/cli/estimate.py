@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,9 +284,16 @@ def _launch(options: argparse.Namespace) -> Launch:
 
 
 def _shapes(
-    options: argparse.Namespace, launch: Launch, asked: Asked, model: nn.Module, memory: int | None, device: Any
+    options: argparse.Namespace,
+    launch: Launch,
+    asked: Asked,
+    model: nn.Module,
+    memory: int | None,
+    device: Any,
+    chunk_memory: int | None = None,
 ) -> RunShapes:
-    """What is known of the model and the batch of one process, on a device with so much `memory`."""
+    """What is known of the model and the batch of one process, on a device with so much `memory`; `chunk_memory` is
+    that for chunks of logits, if it is another."""
     from hf_l2l.plan.run_shapes import RunShapes
     from hf_l2l.shapes.inputs import example_inputs
 
@@ -301,6 +309,7 @@ def _shapes(
         optimizer=asked.optimizer,
         device=device,
         device_memory=memory,
+        chunk_memory=chunk_memory,
         batches=1 if several else asked.batches,
         accumulates=getattr(options, STEPS) > 1 if several else asked.accumulates,
         autocast=asked.autocast,
@@ -313,7 +322,7 @@ def _shapes(
 def _run(options: argparse.Namespace) -> int:
     from hf_l2l.option_names import options_of_the_trainer
     from hf_l2l.plan.estimate import estimate_of
-    from hf_l2l.plan.planner import make_plan, parse_budget, time_of
+    from hf_l2l.plan.planner import make_plan, parse_budget, run_within, time_of
     from hf_l2l.probe.cards import ASSUMED_DISK, assumed_sentence
     from hf_l2l.sizing.arguments import asked_by
     from hf_l2l.sizing.capacity import largest_models
@@ -333,7 +342,9 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"--tokens must be at least 1 (got {options.tokens}); leave it out for at most 512")
         figures, device = _figures(options), _device(options.device_type)
         budget = _budget(options, figures)
-        run = _shapes(options, launch, asked, model, budget or _device_memory(device, figures), device)
+        memory = budget or _device_memory(device, figures)
+        run_of = partial(_shapes, options, launch, asked, model, memory, device)
+        run = run_of() if budget is None else run_within(run_of, budget)
         disk = None if options.disk is None else measured_rates(options.disk)
         rates = None if figures is None else rates_of(figures, run, asked.config, measures=options.probe)
         plan = None if budget is None or rates is None else make_plan(run, budget, rates)

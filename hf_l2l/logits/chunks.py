@@ -17,8 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hf_l2l.compat import graph_is_retained
 from hf_l2l.logits.places import FIRST, Place, Sent, arrived
-from hf_l2l.rows.host_rows import fetch_rows_ahead, put_rows, room_like, rows_on_device
+from hf_l2l.rows.host_rows import fetch_rows_ahead, put_rows, room_like, room_over, rows_on_device
 from hf_l2l.runtime.compute_state import AutocastState
 
 RowFunction = Callable[..., torch.Tensor]
@@ -177,7 +178,8 @@ def sum_in_chunks(
 
     All rows have one gradient, a factor. So the gradients for a factor of 1 are computed in the forward, while the
     logits of a chunk are there, and the backward multiplies them. In fp16 they would be too small, or too large,
-    without the loss scale, which comes with the factor: there the backward makes the logits again.
+    without the loss scale, which comes with the factor: there the backward makes the logits again. Those of hidden
+    states in 16 bits are rounded before and after they are multiplied.
     """
     needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *head.tensors))
     if not needs_gradients or head.dtype is torch.float16:
@@ -317,7 +319,9 @@ class _SumInChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[Any, ...]:
         needed = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[4:], strict=True)
-        found = (_times(t, factor, dtype, ctx.rows) if needs else None for t, dtype, needs in needed)
+        # Those of a graph that is freed are used this once.
+        once = not graph_is_retained()
+        found = (_times(t, factor, dtype, ctx.rows, in_place=once) if needs else None for t, dtype, needs in needed)
         return None, None, None, None, *found
 
 
@@ -430,9 +434,12 @@ def _sum_of(results: torch.Tensor) -> torch.Tensor:
     return results.sum(dtype=_sum_dtype(results))
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, size: int) -> torch.Tensor:
-    """`gradient` times a number, in `dtype`, where `gradient` is; rounded once, `size` rows at a time."""
-    result: Any = None
+def _times(
+    gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, size: int, *, in_place: bool
+) -> torch.Tensor:
+    """`gradient` times a number, in `dtype`, where `gradient` is; rounded once, `size` rows at a time. It may be done
+    `in_place`, which it is where the dtype is the same."""
+    result: Any = room_over(gradient) if in_place and gradient.dtype == dtype else None
     for r in _ranges(len(gradient), size):
         fetch_rows_ahead(gradient, slice(r.stop, 2 * r.stop - r.start))
         part = rows_on_device(gradient, r)

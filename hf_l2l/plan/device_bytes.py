@@ -394,9 +394,7 @@ class DeviceBytes:
         found[SHELL] += early
         if self.chunked_head is not None:
             last, hidden = self.chunked_head.pieces[-1], self.chunked_head.head
-            # A backward that multiplies gradients has them twice, both in host memory.
-            twice = hidden if self.chunked_head.head_is_done_in_forward else 0
-            most = last.forward_peak if in_forward else last.backward_peak - twice
+            most = last.forward_peak if in_forward else last.backward_peak
             return found | {HEAD: most + self._uploaded_for_head(hidden) - early}
         found[HEAD] = most_of_last(self.whole, in_forward=in_forward) - early
         found[EMBEDDING] = self._last_sent if self.by_rows else self.whole.left

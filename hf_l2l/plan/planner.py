@@ -7,7 +7,7 @@ long as it fits, and what bounds the step is looked at again after each choice, 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import chain, combinations
@@ -15,6 +15,7 @@ from typing import Any
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parse_size
+from hf_l2l.logits.chunks import FEWEST_ROWS
 from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
 from hf_l2l.pipeline.times import step_time as pipeline_time
@@ -120,6 +121,24 @@ def needed(run: RunShapes, config: L2LConfig) -> int:
     return math.ceil((1 + MARGIN) * run.most(config))
 
 
+def run_within(run_of: Callable[[int], RunShapes], budget: int) -> RunShapes:
+    """The run that `run_of` makes, given the memory for which chunks of logits have as many tokens as fit it: that of
+    `budget`, or, where the device would need more then, none, for which they have the fewest.
+
+    Raises:
+        BudgetError: if the device would need more than `budget` bytes whatever is chosen.
+    """
+    run = run_of(budget)
+    try:
+        refuse_small(run, budget)
+    except BudgetError:
+        if run.config.chunked_loss != "auto":
+            raise
+        run = run_of(0)
+        refuse_small(run, budget)
+    return run
+
+
 def refuse_small(run: RunShapes, budget: int) -> None:
     """Raise BudgetError if the device would need more than `budget` bytes whatever is chosen."""
     if _plain(run, budget) is None:
@@ -154,7 +173,10 @@ def _remedy(run: RunShapes, budget: int, smallest: int) -> str:
         return f"do not bind the choice: {with_options(dict.fromkeys(bound))}"
     unit, size = ("MiB", 2**20) if smallest >= 2**26 else ("KiB", 2**10)
     enough = f"{-(-smallest // size)}{unit}"
-    return f"give shorter rows, or the smallest budget that can be met: {with_options({_BUDGET: enough})}"
+    logits = ""
+    if run.config.chunked_loss != "auto" and (run.chunk_rows is None or run.chunk_rows > FEWEST_ROWS):
+        logits = f" fewer tokens in a chunk of logits (leave out {option('chunked_loss')}),"
+    return f"give shorter rows,{logits} or the smallest budget that can be met: {with_options({_BUDGET: enough})}"
 
 
 def make_plan(run: RunShapes, budget: int, rates: Rates, *, apart: bool = True) -> Plan:

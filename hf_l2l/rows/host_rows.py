@@ -35,6 +35,10 @@ class Keeper(Protocol):
     def rows_like(self, part: torch.Tensor, rows: int, passing: Passing | None = None) -> HostRows:
         """So many uninitialised rows like those of `part`."""
 
+    def rewrite(self, host: torch.Tensor) -> None:
+        """Others will be sent to the memory of `host`, all rows of one tensor; what is sent to a row has been computed
+        from what was fetched of it, or from nothing of it."""
+
 
 class Passing(NamedTuple):
     """How an output passes through host memory to what comes next in the model."""
@@ -228,6 +232,13 @@ def room_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, HostRows) and waits_on_host(tensor):
         return tensor.rows.keeper.rows_like(part, len(tensor))
     return part.new_empty(len(tensor), *part.shape[1:])
+
+
+def room_over(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, whose rows may be overwritten each by what is computed from it."""
+    if isinstance(tensor, HostRows) and tensor.is_waiting:
+        tensor.rows.keeper.rewrite(tensor.rows.host)
+    return tensor
 
 
 def put_rows(part: torch.Tensor, whole: torch.Tensor, rows: slice) -> None:

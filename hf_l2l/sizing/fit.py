@@ -12,7 +12,7 @@ from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.option_names import option
 from hf_l2l.plan.estimate import report_of
 from hf_l2l.plan.phases import phases_of_l2l
-from hf_l2l.plan.planner import BudgetError, Plan, make_plan
+from hf_l2l.plan.planner import BudgetError, Plan, make_plan, run_within
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Cost, Rates, step_time
 from hf_l2l.probe.disk import DiskRates
@@ -119,26 +119,31 @@ class _Planned:
 
 
 def _planned(run: RunShapes, config: L2LConfig, budget: int | None, figures: HardwareFigures | None) -> _Planned:
-    its = RunShapes(
-        run.model,
-        config,
-        run.inputs,
-        optimizer=run.optimizer,
-        device=run.device,
-        device_memory=run.device_memory,
-        given=run.given,
-        batches=run.batches,
-        accumulates=run.accumulates,
-        autocast=None if config.cmp else run.autocast,
-        devices=len(run.turns),
-    )
+    def run_of(chunk_memory: int | None) -> RunShapes:
+        return RunShapes(
+            run.model,
+            config,
+            run.inputs,
+            optimizer=run.optimizer,
+            device=run.device,
+            device_memory=run.device_memory,
+            chunk_memory=chunk_memory,
+            given=run.given,
+            batches=run.batches,
+            accumulates=run.accumulates,
+            autocast=None if config.cmp else run.autocast,
+            devices=len(run.turns),
+        )
+
     if budget is None or figures is None:
-        return _Planned(its, None, None)
-    rates = rates_of(figures, its, config, measures=False)
+        return _Planned(run_of(None), None, None)
     try:
-        return _Planned(its, make_plan(its, budget, rates), rates)
+        its = run_within(run_of, budget)
     except BudgetError as error:
-        return _Planned(its, error, rates)
+        its = run_of(0)
+        return _Planned(its, error, rates_of(figures, its, config, measures=False))
+    rates = rates_of(figures, its, config, measures=False)
+    return _Planned(its, make_plan(its, budget, rates), rates)
 
 
 def _fit(

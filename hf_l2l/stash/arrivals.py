@@ -53,6 +53,11 @@ class Arrivals:
         self._uses[start] = use
         insort(self._starts, start)
 
+    def reopen(self, memory: torch.Tensor) -> None:
+        """Each row of what `begin` was given will be sent once more; as long as it is not, it is there as before."""
+        if self._at(memory) is None:  # it was settled
+            self.begin(memory)
+
     def free(self, rows: torch.Tensor) -> list[stream.Point]:
         """The points after which `rows` may be written for the first time."""
         use = self._at(rows)

@@ -161,6 +161,10 @@ class Stash:
             memory = self.transit.allocate(shape, part.dtype, place)
         return self._rows_of(memory, len(part) if part.dim() else 1, passing)
 
+    def rewrite(self, host: torch.Tensor) -> None:
+        """See `host_rows.Keeper`."""
+        self.transit.arrivals.reopen(host)
+
     def _rows_of(self, memory: torch.Tensor, step: int, passing: Passing | None) -> HostRows:
         made = self.transit.rows_of(memory, step, passing)
         made.rows.made_on = self.device

@@ -28,7 +28,9 @@ from hf_l2l.checkpoint.manifest import MANIFEST
 from hf_l2l.hf.attach import attachment_of
 from hf_l2l.option_names import argument
 from hf_l2l.plan.planner import BudgetError
+from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.probe.figures import LINK
+from hf_l2l.sizing.fit import fits
 from hf_l2l.testing import enable_simulated_accelerator
 from models import Toy, batch_for, llama, t5
 from plain import Streamed
@@ -220,6 +222,12 @@ def test_the_smallest_budget_has_the_smallest_chunks(caplog):
     resumed = plans(config, chosen={**more.chosen, "batches": 1})
     assert resumed.config.chunked_loss == 128
     assert "chunks of logits, of 768 tokens, need more than the budget" in caplog.text
+    model = llama(vocab_size=30, intermediate_size=8192)
+    run = RunShapes(model, config, batch_for(model, rows=100))
+    found = fits(run, config, 2**40, caught.value.smallest, FIGURES).by_setting["fp32"]
+    assert found.fits and found.device_bytes <= caught.value.smallest
+    with pytest.raises(BudgetError, match=r"fewer tokens in a chunk of logits \(leave out chunked_loss\)"):
+        plans(replace(config, chunked_loss=768))
 
 
 def test_out_of_memory_all_the_same_names_what_was_larger_than_planned():
