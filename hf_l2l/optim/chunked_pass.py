@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hf_l2l.optim.eight_bits import BLOCK, read, write
+from hf_l2l.optim.eight_bits import BLOCK, read
 from hf_l2l.optim.forms import LAMB, Chunk, Form, ParameterUpdate
-from hf_l2l.optim.rounded_state import CHUNK, random_bits, round_to_bf16
+from hf_l2l.optim.rounded_state import round_to_bf16, round_to_blocks
 from hf_l2l.runtime.worker import together
 
+AT_ONCE = 2**18
+"""Elements that are updated at once: threads wait for each other between operations of torch, and with fewer elements
+they would do so for longer than a second thread saves."""
 SLICE = 2**17
 """Elements that a thread of the compiled pass claims at once, a tenth of a millisecond, and whose squares are summed
 before they are added to those of other slices."""
@@ -28,14 +31,14 @@ LANES = 4096
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self.gradient, self.moments = torch.empty(CHUNK), torch.empty(2, CHUNK)
+        self.gradient, self.moments = torch.empty(AT_ONCE), torch.empty(2, AT_ONCE)
 
 
 _SCRATCH = _Scratch()
 
 
-def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    parts: Sequence[torch.Tensor] = tensor.detach().view(-1).split(CHUNK)
+def _parts(tensor: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+    parts: Sequence[torch.Tensor] = tensor.detach().view(-1).split(size)
     return parts
 
 
@@ -72,11 +75,12 @@ class _Chunks:
 
     def __init__(self, form: Form, update: ParameterUpdate) -> None:
         self._form, self._update = form, update
-        self.count = -(-update.master.numel() // CHUNK)
-        self._masters, self._gradients = _parts(update.master), _parts(update.gradient)
-        self._copies = None if update.copy is None else _parts(update.copy)
-        self._kept = [_parts(each) for each in update.moments]
-        self._exponents = [each.split(CHUNK // BLOCK) for each in update.exponents]
+        self._size = size = SLICE if form.has_norms else AT_ONCE
+        self.count = -(-update.master.numel() // size)
+        self._masters, self._gradients = _parts(update.master, size), _parts(update.gradient, size)
+        self._copies = None if update.copy is None else _parts(update.copy, size)
+        self._kept = [_parts(each, size) for each in update.moments]
+        self._exponents = [each.split(size // BLOCK) for each in update.exponents]
 
     def _opened(self, number: int) -> Chunk:
         """A chunk with moments in fp32: where they are, or widened to memory of this thread."""
@@ -100,14 +104,13 @@ class _Chunks:
         moments = [parts[number] for parts in self._kept]
         if not moments or moments[0].dtype == torch.float32:
             return
-        start, count, keys = number * CHUNK, moments[0].numel(), self._update.keys
+        start, count, keys = number * self._size, moments[0].numel(), self._update.keys
         wide = _rows_of(_SCRATCH.moments, len(moments), count)
         if moments[0].dtype == torch.bfloat16:
             round_to_bf16(wide, start, keys, moments)
             return
-        drawn = random_bits(start, count, keys)
         for of, (row, codes) in enumerate(zip(wide.unbind(), moments, strict=True)):
-            write(row.numpy(), drawn, codes.numpy(), self._exponents[of][number].numpy(), signed=of == 0)
+            round_to_blocks(row, start, keys, codes, self._exponents[of][number], signed=of == 0)
 
     def update(self, number: int) -> None:
         """Update one chunk."""
@@ -119,25 +122,22 @@ class _Chunks:
 
     def find_size(self) -> None:
         """The first pass of LAMB: the step size, from the norms of the weights and of what they are moved by."""
-        in_slice = SLICE // CHUNK
-        slices = [range(self.count)[start : start + in_slice] for start in range(0, self.count, in_slice)]
-        sums = [(0.0, 0.0)] * len(slices)
+        sums = [(0.0, 0.0)] * self.count
 
         def add(number: int) -> None:
-            sums[number] = self._sums_of(slices[number])
+            sums[number] = self._sums_of(number)
 
-        _for_each(len(slices), add)
+        _for_each(self.count, add)
         update, size = self._update, LAMB.size(self._update.group, *norms_of(sums))
         update.numbers = (*update.numbers[:7], size, update.numbers[8])
 
-    def _sums_of(self, numbers: Iterable[int]) -> tuple[float, float]:
-        """Sums of the squares of weights, and of what they are moved by, in these chunks."""
+    def _sums_of(self, number: int) -> tuple[float, float]:
+        """Sums of the squares of weights, and of what they are moved by, in a slice."""
         lanes = torch.zeros(2, LANES, dtype=torch.float64)
-        for number in numbers:
-            chunk = self._opened(number)
-            direction = LAMB.direction(chunk._replace(moments=[each.clone() for each in chunk.moments]))
-            for lane, values in zip(lanes, (chunk.master, direction), strict=True):
-                _add_squares(lane, values)
+        chunk = self._opened(number)
+        direction = LAMB.direction(chunk._replace(moments=[each.clone() for each in chunk.moments]))
+        for lane, values in zip(lanes, (chunk.master, direction), strict=True):
+            _add_squares(lane, values)
         of_weights, of_directions = lanes.cumsum(1)[:, -1].tolist()
         return of_weights, of_directions
 

@@ -79,9 +79,8 @@ def random_table() -> Array:
 
 @lru_cache(maxsize=1)
 def _halves() -> torch.Tensor:
-    """Two rows of int32: the lower halves of the numbers of the table, and the upper ones; each once, so that a cache
-    holds them."""
-    table = random_table()[:CHUNK]
+    """Two rows of int32: the lower halves of the numbers of the table, and the upper ones."""
+    table = random_table()
     return torch.from_numpy(np.stack([table & np.uint32(0xFFFF), table >> np.uint32(16)]).astype(np.int32))
 
 
@@ -102,27 +101,34 @@ def random_bits(start: int, count: int, keys: Keys) -> Array:
 def round_to_bf16(
     values: torch.Tensor, start: int, keys: Keys, out: Sequence[torch.Tensor], *, upper: bool = False
 ) -> None:
-    """Round each row of `values` to one of `out`, a number to one of its two neighbours. Infinities, NaN, and what
-    bfloat16 can represent do not change.
+    """Round each row of `values` to one of `out`, a number to one of its two neighbours. Infinities and what bfloat16
+    can represent do not change, NaN among it; another NaN may become a number.
 
     Args:
-        values: float32, the elements of a chunk from number `start` on; they are overwritten, since operations in
-            place use less of a cache.
+        values: float32, elements from number `start` on, a multiple of `CHUNK`; they are overwritten, since operations
+            in place use less of a cache.
         start, keys: say which random bits they get.
         out: bfloat16, one for each row.
         upper: whether the first row gets the upper half of its random bits, as the second one does.
     """
-    if math.isnan(values.sum().item()):
-        values.masked_fill_(values.isnan(), math.nan)  # a carry could make a number of another NaN
-    rounded = values.view(torch.int32)
-    place, count = random_place(start, keys), values.shape[1]
-    noise, until_end = _halves().narrow(0, int(upper), len(out)), min(count, CHUNK - place)
+    rounded, noise = values.view(torch.int32), _halves().narrow(0, int(upper), len(out))
     # bfloat16 neighbours are 65536 apart in bits of fp32, and a carry rounds away from zero.
-    rounded.narrow(1, 0, until_end).add_(noise.narrow(1, place, until_end))
-    rounded.narrow(1, until_end, count - until_end).add_(noise.narrow(1, 0, count - until_end))
+    for number, part in enumerate(rounded.split(CHUNK, 1)):
+        part.add_(noise.narrow(1, random_place(start + number * CHUNK, keys), part.shape[1]))
     rounded.bitwise_right_shift_(_16)
     for short, row in zip(out, rounded.unbind(), strict=True):
         short.view(torch.int16).copy_(row)
+
+
+def round_to_blocks(
+    values: torch.Tensor, start: int, keys: Keys, codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool
+) -> None:
+    """Round `values` (float32, elements from number `start` on, a multiple of `CHUNK`) to `codes` and `exponents` of 8
+    bits; see `eight_bits`."""
+    parts = (values.split(CHUNK), codes.split(CHUNK), exponents.split(CHUNK // eight_bits.BLOCK))
+    for number, (wide, short, shared) in enumerate(zip(*parts, strict=True)):
+        drawn = random_bits(start + number * CHUNK, wide.numel(), keys)
+        eight_bits.write(wide.numpy(), drawn, short.numpy(), shared.numpy(), signed=signed)
 
 
 def stochastically_rounded(
@@ -143,6 +149,8 @@ def stochastically_rounded(
     chunks = zip(elements(values).split(CHUNK), elements(out).split(CHUNK), strict=True)
     for number, (wide, short) in enumerate(chunks):
         values = _SCRATCH.values[:, : wide.numel()].copy_(wide)
+        if math.isnan(values.sum().item()):
+            values.masked_fill_(values.isnan(), math.nan)  # a carry could make a number of another NaN
         round_to_bf16(values, number * CHUNK, keys, [short], upper=upper)
     return out
 
@@ -165,11 +173,7 @@ def in_blocks(
     if out is None or (out[0].dtype, out[0].shape, out[0].stride()) != (torch.uint8, values.shape, values.stride()):
         out = torch.empty_like(values, dtype=torch.uint8), eight_bits.exponents_like(values)
     codes, exponents = out
-    shared_by = CHUNK // eight_bits.BLOCK
-    parts = (elements(values).split(CHUNK), elements(codes).split(CHUNK), exponents.split(shared_by))
-    for number, (wide, short, shared) in enumerate(zip(*parts, strict=True)):
-        drawn = random_bits(number * CHUNK, wide.numel(), keys)
-        eight_bits.write(wide.numpy(), drawn, short.numpy(), shared.numpy(), signed=signed)
+    round_to_blocks(elements(values), 0, keys, elements(codes), exponents, signed=signed)
     return codes, exponents
 
 
