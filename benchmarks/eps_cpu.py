@@ -81,6 +81,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LAMB": lambda ps: Lamb(ps, lr=1e-5),
 }
 
+WHOLE = "torch's fused AdamW, the same parameters"
 DEEPSPEED = "DeepSpeed's CPUAdam, flat, fp32"
 
 
@@ -179,6 +180,22 @@ class Flat:
         self._optimizer.step()
 
 
+class Whole:
+    """torch's own step of the parameters that all cases update, which lie apart as those of a model do."""
+
+    def __init__(self, shared: Shared, threads: int) -> None:
+        self._gradients, self._threads = shared.gradients[F32], threads
+        self._optimizer = OPTIMIZERS["AdamW"](shared.masters)
+
+    def __call__(self) -> None:
+        """Make one step."""
+        torch.set_num_threads(self._threads)
+        for p, gradient in self._gradients.items():
+            p.grad = gradient
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
 def deepspeed() -> Callable[[Any], torch.optim.Optimizer] | None:
     """What makes DeepSpeed's optimizer; None where it is not installed, or cannot be built."""
     try:
@@ -203,6 +220,7 @@ def measured(options: argparse.Namespace, threads: int) -> dict[str, dict[str, A
         ns, ratios = [other for _, other in turns], [other / one for one, other in turns]
         found[name] = {"ns": percentiles(ns), "ratio": percentiles(ratios), "most": most}
 
+    measure(WHOLE, Whole(shared, threads))
     for name, kind in CASES.items():
         measure(name, Ours(kind, shared, worker), kind.most)
     other = deepspeed()  # at the end: its import makes the work of Python slower

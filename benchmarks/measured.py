@@ -211,7 +211,7 @@ def own() -> list[str]:
     """What was measured of the package on a CPU and on the simulated accelerator: a line each."""
     engine, eps, saving = known("engine_cpu"), known("eps_cpu"), known("saving")
     ranks, kills, cmp, times = known("ranks"), known("kills"), known("cmp_memory_sim"), known("host_overhead")
-    updates = [row[2] for row in eps.rows("| case | ns, 1 thread")[1:5]]
+    updates = [row[2] for row in eps.rows("| case | ns, 1 thread")[2:6]]
     stands = [row[1] for row in saving.rows("| trainer | stands still")]
     killed = [row[2:4] for row in kills.rows("| killed | trainer") if row[1] == "`L2LTrainer`"]
     ended = [str(sum(int(row[column]) for row in killed)) for column in (1, 0)]
