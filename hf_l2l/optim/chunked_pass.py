@@ -1,4 +1,4 @@
-"""The update in one pass without a compiler: torch's functional steps, on chunks that a cache holds.
+"""The update in one pass without a compiler: torch's functional steps, on chunks.
 
 Chunks begin at multiples of 16 elements, where vectors of torch's kernels begin, so that each element is computed as
 in a step of the whole parameter. Gradients and moments that are kept in fewer bits are widened to scratch memory of
@@ -99,14 +99,17 @@ class _Chunks:
         wide = scratch.gradient.narrow(0, 0, count).copy_(gradient).mul_(self._update.factor)
         return Chunk(master, wide, moments, self._update)
 
-    def _keep(self, number: int) -> None:
-        """Round the moments of a chunk, in the memory of this thread, to where they are kept."""
+    def _keep(self, number: int, master: torch.Tensor) -> None:
+        """Round the moments of a chunk, in the memory of this thread, to where they are kept; `master` has been
+        updated by them."""
         moments = [parts[number] for parts in self._kept]
         if not moments or moments[0].dtype == torch.float32:
             return
         start, count, keys = number * self._size, moments[0].numel(), self._update.keys
         wide = _rows_of(_SCRATCH.moments, len(moments), count)
         if moments[0].dtype == torch.bfloat16:
+            if math.isnan(master.sum().item()):  # as every master with a moment that is NaN
+                wide.masked_fill_(wide.isnan(), math.nan)
             round_to_bf16(wide, start, keys, moments)
             return
         for of, (row, codes) in enumerate(zip(wide.unbind(), moments, strict=True)):
@@ -116,7 +119,7 @@ class _Chunks:
         """Update one chunk."""
         chunk = self._opened(number)
         self._form.step(chunk)
-        self._keep(number)
+        self._keep(number, chunk.master)
         if self._copies is not None:
             self._copies[number].copy_(chunk.master)
 

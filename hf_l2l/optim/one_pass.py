@@ -3,7 +3,7 @@
 It takes the place of the step of torch's Adam, AdamW and SGD, and of `Lamb`, for masters in fp32 on the host: of those
 with `fused=True`, whose bits it has; and of others if moments are kept in fewer bits, since no step of torch's has
 those bits. It is compiled (`kernels`). Where numba cannot be imported, or its results on a few elements are not those
-of torch on this machine, torch's own functional steps run on chunks that a cache holds (`chunked_pass`): the same
+of torch on this machine, torch's own functional steps run on chunks (`chunked_pass`): the same
 bits, at several times the time.
 
     factor x gradient (fp32, bf16, fp16)  ->  master, moments (fp32, bf16, 8 bits)  ->  copy (bf16, fp16)

@@ -32,7 +32,7 @@ GROUP_KEY = "l2l_rounding"
 """Key of an optimizer's first group for seed and step number, which makes them part of its state dict."""
 
 CHUNK = 2**16
-"""Elements that are converted at once, in memory that a cache holds, and whose random bits are a sequence."""
+"""Elements whose random bits are a sequence; `stochastically_rounded` converts as many at once."""
 
 _16 = torch.tensor(16, dtype=torch.int32)
 
@@ -101,8 +101,8 @@ def random_bits(start: int, count: int, keys: Keys) -> Array:
 def round_to_bf16(
     values: torch.Tensor, start: int, keys: Keys, out: Sequence[torch.Tensor], *, upper: bool = False
 ) -> None:
-    """Round each row of `values` to one of `out`, a number to one of its two neighbours. Infinities and what bfloat16
-    can represent do not change, NaN among it; another NaN may become a number.
+    """Round each row of `values` to one of `out`, a number to one of its two neighbours. Infinities, torch's NaN, and
+    what bfloat16 can represent do not change; another NaN may become a number.
 
     Args:
         values: float32, elements from number `start` on, a multiple of `CHUNK`; they are overwritten, since operations

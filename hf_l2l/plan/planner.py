@@ -15,7 +15,6 @@ from typing import Any
 
 from hf_l2l.config import L2LConfig
 from hf_l2l.counts import parse_size
-from hf_l2l.logits.chunks import FEWEST_ROWS
 from hf_l2l.option_names import option
 from hf_l2l.own_command import with_options
 from hf_l2l.pipeline.times import step_time as pipeline_time
@@ -173,8 +172,8 @@ def _remedy(run: RunShapes, budget: int, smallest: int) -> str:
         return f"do not bind the choice: {with_options(dict.fromkeys(bound))}"
     unit, size = ("MiB", 2**20) if smallest >= 2**26 else ("KiB", 2**10)
     enough = f"{-(-smallest // size)}{unit}"
-    logits = ""
-    if run.config.chunked_loss != "auto" and (run.chunk_rows is None or run.chunk_rows > FEWEST_ROWS):
+    logits, fewest = "", run.fewest_chunk_rows
+    if fewest is not None and (run.chunk_rows is None or run.chunk_rows > fewest):
         logits = f" fewer tokens in a chunk of logits (leave out {option('chunked_loss')}),"
     return f"give shorter rows,{logits} or the smallest budget that can be met: {with_options({_BUDGET: enough})}"
 

@@ -125,6 +125,11 @@ class RunShapes:
         self._most: dict[L2LConfig, int] = {}
 
     @property
+    def fewest_chunk_rows(self) -> int | None:
+        """Rows of a chunk of logits as "auto" decides where memory is short; None if there are no logits."""
+        return find_chunk_rows("auto", self._heads, 0)
+
+    @property
     def multiplies_in(self) -> torch.dtype | None:
         """The dtype in which layers multiply matrices; None for that of the masters."""
         return self.autocast or self.dtype

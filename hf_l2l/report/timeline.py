@@ -358,13 +358,16 @@ class Timeline:
         spans: list[Span] = []
         late: list[_Noted] = []
         while self._noted:
-            noted = self._noted.popleft()
+            noted = self._noted[0]
             start_s, end_s = self._seconds(noted.start), self._seconds(noted.end)
+            # A step is over before its last gradients have landed.
+            may_be_late = noted.row.endswith("download") and not noted.waits_for
+            if (start_s is None or end_s is None) and not may_be_late:
+                break
+            self._noted.popleft()
             if start_s is None or end_s is None:
                 late.append(noted)
-                if noted.row == "download" and not noted.waits_for:
-                    continue  # a step is over before its last gradients have landed
-                break
+                continue
             if noted.row == STEPS:
                 self._count_step(noted.name, end_s - start_s)
             span = self._waits.count(Span(noted.row, noted.name, start_s, end_s), noted.waits_for, noted.since)

@@ -234,10 +234,14 @@ def room_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return part.new_empty(len(tensor), *part.shape[1:])
 
 
-def room_over(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, whose rows may be overwritten each by what is computed from it."""
-    if isinstance(tensor, HostRows) and tensor.is_waiting:
-        tensor.rows.keeper.rewrite(tensor.rows.host)
+def room_over(tensor: torch.Tensor) -> torch.Tensor | None:
+    """`tensor`, whose rows may be overwritten each by what is computed from it; None if it has waited in host memory
+    and is on the device now, too."""
+    if not isinstance(tensor, HostRows):
+        return tensor
+    if not tensor.is_waiting:
+        return None
+    tensor.rows.keeper.rewrite(tensor.rows.host)
     return tensor
 
 

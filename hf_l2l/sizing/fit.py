@@ -12,7 +12,7 @@ from hf_l2l.memory.memory_estimate import MemoryEstimate
 from hf_l2l.option_names import option
 from hf_l2l.plan.estimate import report_of
 from hf_l2l.plan.phases import phases_of_l2l
-from hf_l2l.plan.planner import BudgetError, Plan, make_plan, run_within
+from hf_l2l.plan.planner import BudgetError, Plan, make_plan
 from hf_l2l.plan.run_shapes import RunShapes
 from hf_l2l.plan.step_time import Cost, Rates, step_time
 from hf_l2l.probe.disk import DiskRates
@@ -137,13 +137,18 @@ def _planned(run: RunShapes, config: L2LConfig, budget: int | None, figures: Har
 
     if budget is None or figures is None:
         return _Planned(run_of(None), None, None)
-    try:
-        its = run_within(run_of, budget)
-    except BudgetError as error:
-        its = run_of(0)
-        return _Planned(its, error, rates_of(figures, its, config, measures=False))
-    rates = rates_of(figures, its, config, measures=False)
-    return _Planned(its, make_plan(its, budget, rates), rates)
+    found = None
+    for memory in (budget, 0):  # as `planner.run_within`
+        its = run_of(memory)
+        rates = rates_of(figures, its, config, measures=False)
+        try:
+            return _Planned(its, make_plan(its, budget, rates), rates)
+        except BudgetError as error:
+            found = _Planned(its, error, rates)
+        if config.chunked_loss != "auto":
+            break
+    assert found is not None, "it returns, or there was an error"
+    return found
 
 
 def _fit(

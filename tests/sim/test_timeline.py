@@ -173,7 +173,6 @@ def test_a_forward_waits_for_the_updates_of_the_step_before(transfer_s, tmp_path
     assert waits == [*ends.items()]
 
 
-@nightly
 def test_an_eager_update_is_under_the_backward(tmp_path):
     """Only what it takes longer than the backward does is waited for: at the first layer, which is updated last."""
     _, averages, rows = watched_step(slow_update(1.0), tmp_path / "t.json", "eager")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hf_l2l import L2LConfig, attach_l2l
 from hf_l2l.device.slots import GradientSlots
@@ -20,7 +21,7 @@ from hf_l2l.rows.host_rows import host_of
 from hf_l2l.runtime import stream, wait_reasons
 from hf_l2l.testing import Costs, copies_under_way, page_locked_bytes, virtual_clock
 from memory_switches import copies_at_unlocks
-from models import Toy, assert_same_bits, attached, batch_for, gradients, train_once
+from models import Toy, assert_same_bits, attached, batch_for, gradients, llama, train_once
 from runs import OPTIMIZERS, attach, config_for
 from scenarios import Case, failing_hook
 from tiers import more, nightly
@@ -362,3 +363,23 @@ def test_weights_that_a_call_was_given_are_freed_after_it():
     given.clear()
     gc.collect()
     assert not any(each() is not None for each in left)
+
+
+def test_hooks_of_saved_tensors_may_read_what_waits_in_host_memory():
+    """Gradients of hidden states, which the forward of a chunked loss has computed."""
+    model = attached(llama(), stash="host", boundary="host", ubatch_size=1, chunked_loss=16)
+    ids = torch.randint(5, 50, (4, 12), device="sim")
+    found = []
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.sum().item()
+        return tensor
+
+    for unpack in (lambda tensor: tensor, read):
+        logits = model(input_ids=ids).logits
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            loss = functional.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1)) * 3
+        loss.backward()
+        found.append(gradients(model))
+        model.zero_grad()
+    assert_same_bits(*found)

@@ -376,8 +376,10 @@ def test_what_a_backward_needs_is_free_with_the_graph():
     [node] = [each for each in _nodes(loss.grad_fn) if "InChunks" in each.name()]
     kept = [weakref.ref(t) for t in node.saved_tensors]
     assert [each().shape for each in kept] == [(ROWS * TOKENS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,)]
+    at = [t.data_ptr() for t in node.saved_tensors]
     loss.backward()
     assert [each() for each in kept] == [None] * 3
+    assert [weights.weight.grad.data_ptr(), weights.bias.grad.data_ptr()] == at[1:], "they are multiplied in place"
 
 
 def _nodes(node: Any) -> Iterator[Any]:

@@ -143,6 +143,24 @@ def test_bits_depend_on_neither_threads_nor_parts_nor_the_compiler(name, moments
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_what_is_not_finite_is_so_in_16_bits(is_compiled, monkeypatch):
+    """Of whatever bits a NaN is, as those of a GPU."""
+    if not is_compiled:
+        monkeypatch.setattr(one_pass.ENGINES, "compiles", lambda form, kind: False)
+    strange = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000]  # the last one is infinite
+    parameter = nn.Parameter(torch.zeros(300))
+    gradient = torch.ones(300)
+    gradient.view(torch.int32)[:4] = torch.tensor(strange, dtype=torch.int32)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    layers = LayerOptimizers(optimizer, OnePass.of(optimizer, "bf16"))
+    SplitStep(layers, {parameter: gradient}, Rounding(0, 0, "bf16")).run([parameter])
+    moments = [optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")]
+    for moment in moments:
+        assert moment[:3].view(torch.int16).tolist() == [0x7FC0] * 3 and moment[4:].isfinite().all()
+    assert moments[1][3] == math.inf and not moments[0][3].isfinite()
+
+
 def without_numba() -> Any:
     raise ImportError("No module named 'numba'")
 
