@@ -275,10 +275,16 @@ class GradientSlots:
 
     @contextmanager
     def summing(
-        self, weights: DeviceWeights, ubatches: Sequence[Ubatch | None], *, in_slot: bool
+        self,
+        weights: DeviceWeights,
+        ubatches: Sequence[Ubatch | None],
+        *,
+        in_slot: bool,
+        before: LayerSums | None = None,
     ) -> Iterator[LayerSums]:
         """Inside, gradients of the leaves of `weights`, of one after the other of `ubatches`, are summed in a slot, or
-        in memory of their own, and not in `leaf.grad`.
+        in memory of their own, and not in `leaf.grad`; they are added to the sums of a call of the layer `before`, if
+        that has left them in the slot.
 
         Yields the sums; after their downloads have been submitted, `leave` must be called.
         """
@@ -288,9 +294,9 @@ class GradientSlots:
             if slot.memory.numel() < unit.gradient_layout.num_bytes:
                 slot = self.slots[0] = _GradientSlot(self._num_bytes(unit), self.device)
             self._views, flat = slot.views_of(unit), slot.memory[: unit.gradient_layout.num_bytes]
-        self._unit, self._is_empty, self._norms = unit, True, {}
+        self._unit, self._is_empty, self._norms = unit, before is None, {}
         errors = self._errors = HookErrors()
-        sums = self._sums = [None] * len(weights.leaves)
+        sums = self._sums = [None] * len(weights.leaves) if before is None else before.totals
         for leaf in weights.leaves:
             leaf.grad = None  # a backward that failed may have left one
         try:

@@ -129,6 +129,12 @@ class LayerCall:
         return cls(unit, forward, static, positions, spec, at, autocast, copies, shapes, needed)
 
     @property
+    def is_after_itself(self) -> bool:
+        """Whether the next call of the backward sweep is one of the same layer, on the same device."""
+        before = self.before
+        return before is not None and before.in_graph and before.unit is self.unit and before.at is self.at
+
+    @property
     def device(self) -> torch.device:
         """The device that it runs on."""
         return self.at.device

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from hf_l2l.engine.recompute_check import CallCheck, RecomputeCheck
 from hf_l2l.engine.shell import Shell
 from hf_l2l.engine.splitting import Splitter
 from hf_l2l.engine.sweeps import InputGradients, KeptGraph, Tensors, backward_of_graph, backward_sweep, forward_sweep
+from hf_l2l.eps.gradients import Sums
 from hf_l2l.eps.masters import MasterUnit
 from hf_l2l.eps.pending import settle
 from hf_l2l.eps.server import EagerParamServer
@@ -64,6 +65,16 @@ def refuse_second_backward(ctx: Any) -> None:
             "Trying to backward through the graph a second time: the first backward frees what a second one needs of "
             "the layers; use retain_graph=True in the first one"
         )
+
+
+class _Arrived(NamedTuple):
+    """The gradients of a layer at the end of the backward of a call of it."""
+
+    call: LayerCall
+    received: Sums
+    sums: LayerSums
+    in_slot: bool
+    """Whether the sums in the slot are all that was received."""
 
 
 class _RelayNode(torch.autograd.Function):
@@ -161,6 +172,10 @@ class Relay:
         eps.ledger.on_device.finds(RESIDENT, self._copy_memory)
         eps.ledger.counts(HOST_STASH, tiers.host_bytes)
         eps.ledger.counts(COPIES, self._staged_bytes)
+        self._open: _Arrived | None = None
+        """Gradient sums of a layer that the next call of the backward adds to."""
+        # First: the EPS publishes what it has been given by then.
+        eps.backwards.call(at_end=self._send_open, at_failure=self._drop_open, first=True)
         eps.backwards.call(at_end=self.settle, at_failure=self.settle)
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -339,6 +354,7 @@ class Relay:
         gradients of the following one; through `graph` if the layer has kept it. Returns the gradients of the layer's
         tensor arguments."""
         call.check_weights_unchanged()
+        open_sums = self._take_open(call)
         call.at.reserve(is_needed=call.before_here is not None and call.before_here.in_graph)
         # A backward to an intermediate result ends above the layer before.
         fetched = call.fetched_in_backward if any(inputs.needed) else None
@@ -347,7 +363,7 @@ class Relay:
             call.at.running(draws=False, on_own_stream=call.on_own_stream),
             self._weights(call, requires_grad=True, graph=graph) as weights,
             self.prefetch.during(call.at, fetched),
-            self._summing(call, weights) as sums,
+            self._summing(call, weights, open_sums) as sums,
             self.eps.timeline.computes("backward", call.unit.module, call.device),
         ):
             if graph is None:
@@ -363,15 +379,50 @@ class Relay:
         # torch.autograd.grad and backward(inputs=...) return the gradients they name, and add none to the weights.
         if in_whole_backward():
             stream_of_layer = call.at.running(draws=False, on_own_stream=call.on_own_stream)
-            with RaisedIn("the download of", call.unit.name), stream_of_layer:
+            with stream_of_layer:
                 with without_interception():  # as in plain torch, what was frozen after the forward gets no gradient
                     received = [(m, total) for m, total in received if m.parameter.requires_grad]
                 # Sums that are in the slot, of every parameter that trains.
-                in_slot = len(received) == len(summed) == len(call.unit.trained)
-                self.eps.receive(received, call.unit, sums.flat if in_slot else None)
-                if summed and sums.flat is not None:
-                    call.at.gradient_slots.leave(self.eps.gradients.lane_of(call.device))
+                in_slot = sums.flat is not None and len(received) == len(summed) == len(call.unit.trained)
+                arrived = _Arrived(call, received, sums if summed else LayerSums([], None), in_slot=in_slot)
+                if in_slot and call.is_after_itself:
+                    self._open = arrived
+                else:
+                    self._send(arrived)
         return found
+
+    def _take_open(self, call: LayerCall) -> LayerSums | None:
+        """The sums that the last call of a backward has left in their slot, if `call` is another one of its layer; if
+        not, they are sent."""
+        found, self._open = self._open, None
+        if found is None:
+            return None
+        if found.call.unit is call.unit and found.call.at is call.at:
+            self.eps.expect(call.unit, -1)  # the gradients of both arrive together
+            return found.sums
+        self._send(found)
+        return None
+
+    def _send(self, found: _Arrived) -> None:
+        """Give gradients of a layer to the EPS, which downloads them."""
+        call, flat = found.call, found.sums.flat
+        with (
+            RaisedIn("the download of", call.unit.name),
+            call.at.running(draws=False, on_own_stream=call.on_own_stream),
+        ):
+            self.eps.receive(found.received, call.unit, flat if found.in_slot else None)
+            if flat is not None:
+                call.at.gradient_slots.leave(self.eps.gradients.lane_of(call.device))
+
+    def _send_open(self) -> None:
+        """A backward is over that has not reached the call that would have added to these sums."""
+        found, self._open = self._open, None
+        if found is not None:
+            self._send(found)
+
+    def _drop_open(self) -> None:
+        """A backward has failed."""
+        self._open = None
 
     def _start_forward(self, root: ModelCall) -> None:
         """Begin the uploads that the call needs first: of its first layer, and of modules before that."""
@@ -437,12 +488,14 @@ class Relay:
         """Whether the masters of `unit` are where it runs: nothing of it travels."""
         return unit.place.is_resident or stream.shares_host_memory(self.device)
 
-    def _summing(self, call: LayerCall, weights: DeviceWeights) -> AbstractContextManager[LayerSums]:
+    def _summing(
+        self, call: LayerCall, weights: DeviceWeights, before: LayerSums | None
+    ) -> AbstractContextManager[LayerSums]:
         stays = self._stays(weights.unit)
         if stays and not self._sums_in_hooks(call):
             # Autograd sums the gradients in the leaves, which are where the masters are.
             return nullcontext(LayerSums([], None))
-        return call.at.gradient_slots.summing(weights, call.ubatches, in_slot=not stays)
+        return call.at.gradient_slots.summing(weights, call.ubatches, in_slot=not stays, before=before)
 
     def _sums_in_hooks(self, call: LayerCall) -> bool:
         return self.eps.copies.precision.is_mixed or call.at.gradient_slots.norms is not None

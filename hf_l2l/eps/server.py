@@ -212,9 +212,10 @@ class EagerParamServer(ShownAsTable):
                 "state, and move its state (none was given); call eps.wrap(optimizer) before backward"
             )
 
-    def expect(self, unit: MasterUnit) -> None:
-        """Announce that a call of `unit` is in the graph, from which its masters may get gradients by `receive`."""
-        self.updates.expect(unit)
+    def expect(self, unit: MasterUnit, calls: int = 1) -> None:
+        """Announce that so many calls of `unit` are in the graph, from which its masters may get gradients by
+        `receive`; -1 takes one back, whose gradients arrive with those of another one."""
+        self.updates.expect(unit, calls)
 
     def receive_in_hook(self, master: Master, gradient: torch.Tensor) -> None:
         """`receive` one gradient in a hook of autograd; an exception is kept and raised later."""

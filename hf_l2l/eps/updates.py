@@ -350,11 +350,11 @@ class Updates:
 
     # ---- eager
 
-    def expect(self, unit: MasterUnit) -> None:
-        """Count a call of `unit` in the graph, from which its masters may get gradients."""
+    def expect(self, unit: MasterUnit, calls: int) -> None:
+        """Count calls of `unit` in the graph, from which its masters may get gradients."""
         if self.mode == "eager":
             for master in unit.trained_masters:
-                master.calls += 1
+                master.calls += calls
 
     def arrived(self, masters: list[Master]) -> None:
         """Count the received gradients of one call; update eagerly the masters that will get no more in this step."""

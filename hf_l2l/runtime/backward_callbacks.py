@@ -73,14 +73,18 @@ class Backwards:
         """Backwards whose callbacks are running, each in one thread."""
         self._changed = threading.Condition()
 
-    def call(self, *, at_failure: Callable[[], None], at_end: Callable[[], None] | None = None) -> None:
-        """Call these bound methods when a backward is over, or has failed, as long as their objects live.
+    def call(
+        self, *, at_failure: Callable[[], None], at_end: Callable[[], None] | None = None, first: bool = False
+    ) -> None:
+        """Call these bound methods when a backward is over, or has failed, as long as their objects live; those that
+        are `first` before all that are registered by then.
 
         Only weak references are kept, so that device memory of a detached engine is freed at once.
         """
-        if at_end is not None:
-            self._calls[False].append(weakref.WeakMethod(at_end))
-        self._calls[True].append(weakref.WeakMethod(at_failure))
+        for failed, call in ((False, at_end), (True, at_failure)):
+            if call is not None:
+                calls = self._calls[failed]
+                calls.insert(0 if first else len(calls), weakref.WeakMethod(call))
 
     def join(self) -> int:
         """Take part in the backward that calls this, and return its number."""

@@ -127,10 +127,10 @@ class SharedGradients(Gradients):
             self.team, self._landing, self._sums.of, numbers, self.norms, works, sums, threads=self.threads
         )
 
-    def expect(self, unit: MasterUnit) -> None:
-        """A call of `unit` is in a graph, from which its masters may get gradients."""
+    def expect(self, unit: MasterUnit, calls: int) -> None:
+        """So many calls more of `unit` are in a graph, from which its masters may get gradients."""
         for item in self._found[0].of_unit(unit):
-            item.calls += 1
+            item.calls += calls
 
     @property
     def _found(self) -> tuple[Items, Reducer]:

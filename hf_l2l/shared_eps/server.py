@@ -114,10 +114,10 @@ class SharedEagerParamServer(EagerParamServer):
             self.memory.take_gradients()
             self.gradients.start_call()
 
-    def expect(self, unit: MasterUnit) -> None:
+    def expect(self, unit: MasterUnit, calls: int = 1) -> None:
         """See `EagerParamServer.expect`."""
-        super().expect(unit)
-        self.gradients.expect(unit)
+        super().expect(unit, calls)
+        self.gradients.expect(unit, calls)
 
     def output_factor(self) -> Callable[[], float] | None:
         """Gradients are means over the ranks: each rank takes its share of the gradients of the outputs."""
