@@ -15,10 +15,12 @@ from torch import nn
 from hf_l2l import attach_l2l
 from hf_l2l.eps.weight_copies import Copies
 from hf_l2l.hf.attach import attachment_of
+from hf_l2l.testing import engine_on_clock, virtual_clock
 from models import Toy, assert_same_bits, attached, batch_for, gradients, train_once
 from other_thread import REFUSAL, in_another_thread
-from runs import config_for
+from runs import OPTIMIZERS, attach, config_for
 from tiers import more
+from timed_machine import WIDTH, Block, Machine
 from training import tiny_bert
 
 
@@ -187,3 +189,78 @@ def test_a_step_after_a_failed_backward_uses_gradients_that_are_there():
     eps.synchronize()
     assert all(p.grad is None for p in model.parameters())
     kept.clear()
+
+
+# ---- a layer that is called several times in a row
+
+
+class Repeated(nn.Module):
+    """Calls its first layer several times, each time with the output before or with an input of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, times: int = 3, *, apart: bool = False) -> list[torch.Tensor]:
+        found = [x]
+        for number in range(times):
+            found.append(self.blocks[0](x * number if apart else found[-1]))
+        return [*found[1:-1], self.blocks[1](found[-1])]
+
+
+def repeated(mode: str = "deferred") -> tuple[nn.Module, nn.Module, Any, torch.optim.Optimizer, torch.Tensor]:
+    """Attached, and plain; the EPS and the optimizer; an input."""
+    model = Repeated()
+    plain = copy.deepcopy(model)
+    options = {"ubatch_size": None, "layer_classes": ("Block",), "eps_update": mode}
+    model, eps, optimizer, _ = attach(model, **options)
+    return model, plain, eps, optimizer, torch.randn(4, WIDTH)
+
+
+def downloads_of_a_step(times: int) -> int:
+    model, _, eps, optimizer, x = repeated()
+    with virtual_clock(Machine(2, 1, 1.0, 1.0, 1.0).costs()) as clock, engine_on_clock(clock, eps):
+        model(x.to("sim"), times)[-1].sum().backward()
+        eps.synchronize()
+        optimizer.step()
+    return sum(task.lane == "download" for task in clock.tasks)
+
+
+def test_the_gradients_of_a_layer_leave_the_device_once_for_calls_in_a_row():
+    assert downloads_of_a_step(5) == downloads_of_a_step(1)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "eager"])
+def test_calls_in_a_row_have_the_gradients_of_plain_torch(mode):
+    model, plain, eps, optimizer, x = repeated(mode)
+    of_plain = OPTIMIZERS["AdamW"](plain.parameters())
+    for _ in range(2):
+        model(x.to("sim"))[-1].sum().backward()
+        plain(x)[-1].sum().backward()
+        if mode == "deferred":
+            assert_same_bits(gradients(model), gradients(plain))
+        for each in (optimizer, of_plain):
+            each.step()
+            each.zero_grad()
+    eps.synchronize()
+    assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_sums_that_no_further_call_adds_to_arrive():
+    """A backward that reaches the last call of a layer, and none of those before."""
+    model, plain, _, _, x = repeated()
+    for each, place in ((model, "sim"), (plain, "cpu")):
+        each(x.to(place), apart=True)[-1].sum().backward()
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_sums_of_a_backward_that_failed_are_dropped():
+    model, plain, _, _, x = repeated()
+    outputs = model(x.to("sim"))
+    outputs[0].register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        outputs[-1].sum().backward()
+    for each, place in ((model, "sim"), (plain, "cpu")):
+        each.zero_grad()
+        each(x.to(place))[-1].sum().backward()
+    assert_same_bits(gradients(model), gradients(plain))
