@@ -297,6 +297,8 @@ class RunShapes:
             trained = 0 if call.number in updated else weights.trained
             updated.add(call.number)
             own = _own(call.arguments)
+            # Of calls of a layer in a row, its weights stay for all, and so do their gradient sums.
+            follows, leads = self._is_repeated(whole, number), self._is_repeated(whole, number + 1)
             up = 0 if place.is_resident else weights.travels
             # Of what takes turns, the last two layers of the forward on each device are still in their slots.
             up_again = up if number in in_turn[: -2 * len(self.turns)] else 0
@@ -307,10 +309,10 @@ class RunShapes:
                     forward_flops=call.layer.forward_flops,
                     backward_flops=call.layer.backward_flops - (call.layer.forward_flops if place.keeps_graph else 0),
                     recomputes=not place.keeps_graph,
-                    forward_up=up,
-                    backward_up=up_again,
+                    forward_up=0 if follows else up,
+                    backward_up=0 if leads else up_again,
                     keeps_weights=place.keeps_weights,
-                    backward_down=0 if place.is_resident else weights.trained * short,
+                    backward_down=0 if place.is_resident or follows else weights.trained * short,
                     stashed=0 if by_rows else stashed,
                     rows_up=passing,
                     rows_down=passing,
@@ -330,6 +332,11 @@ class RunShapes:
                 head = Cost(rows_up=own, rows_down=down, rows_up_again=own, rows_down_again=own)
                 layers += [replace(head, rows_down=own, rows_up_again=2 * own, gradient_rows=own), head]
         return Costs(layers, self._shell_cost(config, short), self.batches * len(self._cuts(config)))
+
+    def _is_repeated(self, whole: Traced, number: int) -> bool:
+        """Whether call `number` is of the same layer as the one before, and on the same device."""
+        pair = whole.calls[max(0, number - 1) : number + 1]
+        return len(self.turns) == 1 and len(pair) == 2 and pair[0].number == pair[1].number
 
     @property
     def tokens_per_row(self) -> int:

@@ -19,7 +19,7 @@ from hf_l2l.shapes.autocast import autocast_region
 from hf_l2l.shapes.fake_memory import FakeMemory, counted
 from hf_l2l.shapes.inputs import example_inputs
 from hf_l2l.shapes.traced import Tracer
-from models import SMALL, bert, llama, t5
+from models import SMALL, albert, bert, llama, t5
 from tiers import nightly
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -241,3 +241,14 @@ def test_layers_multiply_in_the_dtype_of_autocast():
 def test_merged_batches_are_cut_between_them():
     """Two of three rows each, by two, are four micro-batches, and not three."""
     assert shapes_of(6, batches=2).costs(L2LConfig(ubatch_size=2, stash="device")).ubatches == 4
+
+
+def test_a_layer_that_is_called_several_times_in_a_row_travels_once():
+    config = L2LConfig(device="sim")
+
+    def travels(calls: int) -> list[int]:
+        model = albert(calls)
+        layers = RunShapes(model, config, example_inputs(model, 2)).costs(config).layers
+        return [sum(getattr(cost, name) for cost in layers) for name in ("forward_up", "backward_up", "backward_down")]
+
+    assert travels(4) == travels(1) and travels(1)[0] > 0 < travels(1)[2]
