@@ -47,7 +47,11 @@ class Prefetch:
         """The layer to upload while `layer`, call number `number`, computes in a forward sweep. It may be updated as
         long as resident layers compute: only the last one before it waits for the update."""
         unit, count = self._eps.masters.unit, len(self._devices)
-        fetched = fetched_in_forward(order, number, layer, lambda each: not unit(each).place.is_resident, count)
+
+        def travels(other: nn.Module) -> bool:
+            return other is not layer and not unit(other).place.is_resident
+
+        fetched = fetched_in_forward(order, number, layer, travels, count)
         direct = fetched_in_forward(order, number, layer, devices=count)
         if fetched is None or (unit(fetched).is_updating and direct is not fetched):
             return None

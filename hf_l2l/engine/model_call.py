@@ -97,7 +97,8 @@ class ModelCall:
     """A call of the model by the program, while it runs. `module` is the model, or the part of it that is called."""
 
     module: nn.Module
-    forward: Callable[..., Any]
+    forward: Callable[..., Any] | None
+    """None for what calls that run together share."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int | None
@@ -122,9 +123,12 @@ class ModelCall:
     """Of the key-value caches that its layers are given."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that made the call."""
+    shared: ModelCall | None = None
+    """What it shares weights and the order of layer calls with, if it is one of several that run together."""
 
     def __post_init__(self) -> None:
-        self.enclosing.append(EnclosingCall(self.module, self.forward, self.args, self.kwargs, 0))
+        if self.forward is not None:
+            self.enclosing.append(EnclosingCall(self.module, self.forward, self.args, self.kwargs, 0))
 
     def nested(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the forward of a module outside the layers, inside this call."""
@@ -133,6 +137,17 @@ class ModelCall:
             return forward(*args, **kwargs)
         finally:
             self.enclosing.pop()
+
+    @property
+    def outermost(self) -> ModelCall:
+        """That in which all layer calls are in the order in which they are made."""
+        return self if self.shared is None else self.shared
+
+    def called(self, call: LayerCall) -> None:
+        """A layer call has been made."""
+        self.layer_calls.append(call)
+        if self.shared is not None:
+            self.shared.layer_calls.append(call)
 
     @property
     def makes_graph(self) -> bool:

@@ -161,8 +161,9 @@ class Relay:
         self.prefetch = Prefetch(self.devices, eps, is_on=config.prefetch)
         self.boundary = Boundary(config, devices)
         shell.runs_plainly = len(devices) == 1
-        self._last_time: dict[nn.Module, list[nn.Module]] = {}
-        """The module that the program calls -> the layers that its last call called, in that order."""
+        self._last_time: dict[object, list[nn.Module]] = {}
+        """The module that the program calls -> the layers that its last call called, in that order; and for calls
+        that run together, those of all."""
         self.cuts = shell.cuts
         self.splitter = Splitter(self.cuts, device)
         shell.call_at_start(self._start_forward)
@@ -189,6 +190,10 @@ class Relay:
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if root.is_plain:
             return self._run_plainly(self.eps.masters.unit(layer), forward, args, kwargs)
+        resident = self.eps.masters.unit(layer).place.is_resident
+        if root.shared is not None and root.replay is None and not resident:
+            assert self.shell.stacks is not None, "what is shared is that of stacks"
+            self.shell.stacks.wait_for(layer)
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or have_cache(arguments)):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
@@ -212,7 +217,7 @@ class Relay:
             outputs = self._execute(root, call, tensors)
             memory.holds(BOUNDARY, memory_behind(outputs))
         call.output_kinds = [(out.shape, out.dtype) for out in outputs]
-        root.layer_calls.append(call)
+        root.called(call)
         root.weights.upload_ahead(len(root.layer_calls))
         return call.assemble(outputs, containers)
 
@@ -224,9 +229,10 @@ class Relay:
             return forward(*args, **kwargs)
 
     def _execute(self, root: ModelCall, call: LayerCall, tensors: list[torch.Tensor]) -> Tensors:
-        number, called = len(root.layer_calls), root.layer_calls
+        number, called = len(root.layer_calls), root.outermost.layer_calls
         count = len(self.devices)
-        call.fetched_in_forward = self.prefetch.after(self._last_time.get(root.module, ()), number, call.layer)
+        last_time = self._last_time.get(self._key(root.outermost), ())
+        call.fetched_in_forward = self.prefetch.after(last_time, len(called), call.layer)
         call.before = called[-1] if called else None
         call.before_here = next((each for each in reversed(called[-count:]) if each.at is call.at), None)
         order = self._last_time.get(root.module, self.eps.masters.layers)
@@ -255,8 +261,14 @@ class Relay:
             with refusing_writes_to_copies(call, tensors, given):
                 return self.forward(call, given, for_backward=False)
         # No backward reaches a layer below the lowest one that trains.
-        lowest = 0 if leads_down and call.before is not None and call.before.in_graph else number
-        below = fetched_in_backward(called, number, lowest, lambda each: each.unit.place.is_fetched_in_backward, count)
+        lowest = 0 if leads_down and call.before is not None and call.before.in_graph else len(called)
+        below = fetched_in_backward(
+            called,
+            len(called),
+            lowest,
+            lambda each: each.unit.place.is_fetched_in_backward and each.unit is not call.unit,
+            count,
+        )
         call.fetched_in_backward = None if below is None else below.unit
         # An output must require a gradient even if no input does (frozen embeddings, LoRA), hence the anchor as input.
         outputs: Tensors = _RelayNode.apply(call, self, root.anchor, *tensors)  # type: ignore[no-untyped-call]
@@ -431,10 +443,16 @@ class Relay:
         for at in self.devices:
             at.start_forward()
         root.weights.upload_first()
-        self.prefetch.begin(self._last_time.get(root.module, ()))
+        self.prefetch.begin(self._last_time.get(self._key(root), ()))
+
+    @staticmethod
+    def _key(root: ModelCall) -> object:
+        return root.module if root.forward is not None else "together"
 
     def _end_forward(self, root: ModelCall) -> None:
-        self._last_time[root.module] = [call.unit.module for call in root.layer_calls]
+        self._last_time[self._key(root)] = [call.unit.module for call in root.layer_calls]
+        if root.shared is not None:
+            return
         tell_idle(self.devices, len(root.layer_calls), len(self.eps.masters.layer_units))
         self.stash.transit.forget_reserved()
         if root.anchor is None:

@@ -13,9 +13,9 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,13 @@ from hf_l2l.runtime import compute_state, stream, wait_reasons
 from hf_l2l.runtime.flat_memory import elements
 from hf_l2l.runtime.observer import NON_LAYER
 from hf_l2l.runtime.tensors import leaves_of, parts_of, to_device
+
+try:
+    from hf_l2l.engine.stacks import Stacks
+except ImportError:  # without greenlet, batches run one after the other
+    Stacks = None  # type: ignore[assignment, misc]
+
+T = TypeVar("T")
 
 
 class _Uploads:
@@ -277,6 +284,10 @@ class Shell:
         self.one_thread = OneThread(eps.backwards)
         self._at_start: weakref.WeakMethod[Callable[[ModelCall], None]] | None = None
         self._call: ModelCall | None = None
+        self._round: ModelCall | None = None
+        """What calls that run together share."""
+        self.stacks: Stacks[Any] | None = None if Stacks is None else Stacks(device, self._swap_call)
+        eps.runs_together(self.together)
         self.runs_plainly = True
         """Whether a model whose weights are all resident runs as without L2L."""
         self.is_leaving = False
@@ -375,22 +386,16 @@ class Shell:
                 f"a {type(outer).__name__} was replaced); call hf_l2l.detach_l2l(model), replace it, and attach again"
             )
         assert self.call is None, "a call is already inside the model"
-        memory, inputs = self.eps.ledger.on_device, list(leaves_of((args, kwargs)))
+        memory, inputs, around = self.eps.ledger.on_device, list(leaves_of((args, kwargs))), self._round
         masks = impossible_masks_refused(inputs, self.device, memory.capacity)
-        with self.one_thread.in_model(), self.eps.timeline.inside("forward"), masks, ExitStack() as at_end:
-            if self.computes_again is not None:
-                raise ValueError(
-                    "a layer must not call modules that it does not have, since its backward computes it again when "
-                    f"their weights are no longer on the device (got a call of a {type(module).__name__} in "
-                    f"{self.computes_again}); let it have the module as an attribute of its own, or give it the output"
-                )
-            at_end.callback(self.eps.masters.end_call)
-            self.eps.start_forward()
+        with self._outermost(module) if around is None else nullcontext(), masks, ExitStack() as at_end:
             # A call of a layer by the program has no beginning to replay, so its batch dimensions cannot be found.
             rows = None if module in self.eps.masters.layer_names else batch_rows((args, kwargs))
-            is_plain = self._is_plain(rows)
+            is_plain = around is None and self._is_plain(rows)
             # Before `placed`, inside which device copies replace the masters.
-            anchor = anchor_of(self.eps.gradients) if torch.is_grad_enabled() and not is_plain else None
+            anchor = None if around is None else around.anchor
+            if around is None and torch.is_grad_enabled() and not is_plain:
+                anchor = anchor_of(self.eps.gradients)
             if torch.is_grad_enabled():
                 warn_of_cache(module, args, kwargs)
                 args, kwargs = without_use_cache(module, args, kwargs)
@@ -401,25 +406,86 @@ class Shell:
                 if factor is not None:
                     args, kwargs = with_gradients_times(lambda: 1 / factor(), (args, kwargs))
                 args, kwargs = self.eps.copies.precision.of_inputs(module, args, kwargs)
-            # A layer that the program calls itself has no non-layer modules; the relay uploads it.
-            owner = Owner(self, self.eps.masters.non_layer_unit(module))
-            at_end.push(owner.call_ended)
-            weights = self._plain_weights(module) if is_plain else self._upload(owner)
-            at_end.callback(weights.settle)
+            weights = self._weights_of(module, at_end, is_plain=is_plain) if around is None else around.weights
             memory.holds(INPUTS, [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)])
             rng = compute_state.get_rng_state(self.device)
             if torch.is_grad_enabled():
                 self.eps.vote.last_forward.remember(module, *given, lambda forward: self._replayed(rng, forward))
             call = self._call = ModelCall(module, forward, args, kwargs, rows, weights, rng, anchor, is_plain=is_plain)
+            call.shared = around
             at_end.callback(self._end, call)
-            with weights.placed():  # buffers are uploaded here, before the weights
-                memory.holds(SHELL, [*weights.leaves, *weights.buffers.tensors])
-                memory.enter(KEPT_GRAPHS if is_plain else EMBEDDING)
-                at_start = self._at_start() if self._at_start is not None and not is_plain else None
-                if at_start is not None:
-                    at_start(call)
+            with self._begun(call) if around is None else nullcontext():
+                if around is not None:
+                    call.at_end = around.at_end
                 self._settle_own(module)
                 yield call
+
+    @contextmanager
+    def _outermost(self, module: nn.Module) -> Iterator[None]:
+        """Inside, this thread is in the model, of which it calls `module`."""
+        with self.one_thread.in_model(), self.eps.timeline.inside("forward"), ExitStack() as at_end:
+            if self.computes_again is not None:
+                raise ValueError(
+                    "a layer must not call modules that it does not have, since its backward computes it again when "
+                    f"their weights are no longer on the device (got a call of a {type(module).__name__} in "
+                    f"{self.computes_again}); let it have the module as an attribute of its own, or give it the output"
+                )
+            at_end.callback(self.eps.masters.end_call)
+            self.eps.start_forward()
+            yield
+
+    def _weights_of(self, module: nn.Module, at_end: ExitStack, *, is_plain: bool) -> DeviceWeights:
+        """The weights of the non-layer modules at and below `module`, until `at_end`."""
+        # A layer that the program calls itself has no non-layer modules; the relay uploads it.
+        owner = Owner(self, self.eps.masters.non_layer_unit(module))
+        at_end.push(owner.call_ended)
+        weights = self._plain_weights(module) if is_plain else self._upload(owner)
+        at_end.callback(weights.settle)
+        return weights
+
+    @contextmanager
+    def _begun(self, call: ModelCall) -> Iterator[None]:
+        """Inside, the weights of `call` are in the places of the masters, and uploads of layers have begun."""
+        memory, weights = self.eps.ledger.on_device, call.weights
+        with weights.placed():  # buffers are uploaded here, before the weights
+            memory.holds(SHELL, [*weights.leaves, *weights.buffers.tensors])
+            memory.enter(KEPT_GRAPHS if call.is_plain else EMBEDDING)
+            at_start = self._at_start() if self._at_start is not None and not call.is_plain else None
+            if at_start is not None:
+                at_start(call)
+            yield
+
+    def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """See `EagerParamServer.together`."""
+        if self.call is not None:
+            raise RuntimeError(
+                "batches run together in calls of their own (got eps.together inside a call of the model); call it "
+                "outside of the model"
+            )
+        # The last one first: a backward, which visits what was made last first, adds their gradients in their order.
+        if (
+            self.stacks is None
+            or not torch.is_grad_enabled()
+            or self.eps.masters.runs_plainly
+            or not self.runs_plainly
+        ):
+            return [function() for function in reversed(functions)][::-1]
+        module = self.eps.model
+        with self._outermost(module), ExitStack() as at_end:
+            anchor = anchor_of(self.eps.gradients)
+            weights = self._weights_of(module, at_end, is_plain=False)
+            rng = compute_state.get_rng_state(self.device)
+            call = ModelCall(module, None, (), {}, None, weights, rng, anchor)
+            at_end.callback(self._end, call)
+            with self._begun(call):
+                self._round = call
+                at_end.callback(setattr, self, "_round", None)
+                return self.stacks.run(functions)
+
+    def _swap_call(self, call: ModelCall | None) -> ModelCall | None:
+        """Another function runs, which is inside of `call`; returns that of the one before."""
+        before, self._call = self._call, call
+        return before
 
     def _end(self, call: ModelCall) -> None:
         """A call has returned, or raised."""

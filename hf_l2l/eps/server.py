@@ -8,8 +8,10 @@ layers and keeps them in `p.grad` until the optimizer uses them (`gradients`). T
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +44,8 @@ from hf_l2l.runtime.backward_callbacks import Backwards, RaisedIn
 from hf_l2l.runtime.tensors import tensor_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+BatchT = TypeVar("BatchT")
+LossT = TypeVar("LossT")
 
 
 class EagerParamServer(ShownAsTable):
@@ -91,6 +95,7 @@ class EagerParamServer(ShownAsTable):
         self.updates = self._make_updates(config, is_accumulating)
         self.vote = Vote(self.masters, loss_scale)
         self.saving: Saving | None = None  # a checkpoint, in the background
+        self._run_together: weakref.WeakMethod[Callable[[Sequence[Callable[[], Any]]], list[Any]]] | None = None
         self.ledger = self.timeline.ledger
         self._register()
         if loss_scale is not None:
@@ -275,6 +280,43 @@ class EagerParamServer(ShownAsTable):
         Needed around all but the last backward of a step with `eps_update="eager"`, in a loop without Accelerate.
         """
         return self.updates.eager.accumulate()
+
+    def together(self, compute_loss: Callable[[BatchT], LossT], batches: Iterable[BatchT]) -> list[LossT]:
+        """Losses of batches that are accumulated in one step. Each has a call of the model of its own, and all of them
+        share each layer's upload: a layer that is on the device serves all batches before the next one is uploaded,
+        forwards and in one backward of the sum of the losses.
+
+            losses = eps.together(lambda batch: model(**batch).loss, batches)
+            (sum(losses) / len(losses)).backward()
+
+        Gradients have the bits of one backward after the other, if no batch uses a weight more than once, and
+        dropout does not draw (random numbers are drawn in another order). What the batches keep outside of layers is
+        on the device for all of them. Without gradients, with weights that stay on the device, with several devices,
+        and without the package greenlet, the batches run one after the other.
+
+        Args:
+            compute_loss: called with each batch, the last one first; it may call the model in any way. While it runs,
+                others have begun, and have not ended.
+            batches: as many as fit the device at once.
+
+        Returns:
+            what `compute_loss` has returned, in the order of the batches.
+
+        Raises:
+            RuntimeError: inside a call of the model, or if the model is not attached.
+            Exception: what `compute_loss` raises for one of the batches; the others end then, where they are.
+        """
+        run = None if self._run_together is None else self._run_together()
+        if run is None:
+            raise RuntimeError(
+                "batches run together through an attached model (got the EPS of one that is not); call "
+                "hf_l2l.attach_l2l(model), or give the model to an L2LTrainer"
+            )
+        return run([partial(compute_loss, batch) for batch in batches])
+
+    def runs_together(self, run: Callable[[Sequence[Callable[[], Any]]], list[Any]]) -> None:
+        """This bound method runs functions that call the model, as long as its object lives."""
+        self._run_together = weakref.WeakMethod(run)
 
     # ---- optimizer.step()
 

@@ -54,16 +54,17 @@ class AutocastState:
         )
         cache_before = torch.is_autocast_cache_enabled()
         if self != before:
-            self._set()
+            self.set()
         torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
             torch.set_autocast_cache_enabled(cache_before)
             if self != before:
-                before._set()
+                before.set()
 
-    def _set(self) -> None:
+    def set(self) -> None:
+        """Let them be those of this thread, from now on."""
         for device_type, enabled, dtype in self.settings:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
