@@ -21,6 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils import _python_dispatch
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -337,3 +338,49 @@ def is_view_of_leaf(tensor: torch.Tensor) -> bool:
     `Tensor._base`; else whether it has the storage of a parameter of the model."""
     base = tensor._base
     return base is not None and base.is_leaf
+
+
+class ModeCounts(NamedTuple):
+    """How many modes this thread is inside of."""
+
+    of_functions: int
+    of_dispatch: int
+
+    @classmethod
+    def now(cls) -> ModeCounts:
+        """Those of now."""
+        return cls(torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack())
+
+
+class Modes(NamedTuple):
+    """Modes of functions and of dispatch, and hooks of saved tensors; the innermost of each is the last."""
+
+    of_functions: list[Any]
+    of_dispatch: list[Any]
+    hooks: list[tuple[Callable[..., Any], Callable[..., Any]]]
+
+
+def take_modes(counts: ModeCounts) -> Modes:
+    """End all hooks of saved tensors in this thread, and all modes but as many as `counts` has; returns them.
+
+    torch has such functions for its own context managers alone, which have to end in turn.
+    """
+    found = Modes([], [], [])
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.hooks.insert(0, hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    while torch._C._len_torch_function_stack() > counts.of_functions:
+        found.of_functions.insert(0, torch._C._pop_torch_function_stack())
+    while torch._C._len_torch_dispatch_stack() > counts.of_dispatch:
+        found.of_dispatch.insert(0, _python_dispatch._pop_mode())
+    return found
+
+
+def put_modes(modes: Modes) -> None:
+    """Begin what `take_modes` has ended."""
+    for hooks in modes.hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    for mode in modes.of_functions:
+        torch._C._push_on_torch_function_stack(mode)
+    for mode in modes.of_dispatch:
+        _python_dispatch._push_mode(mode)

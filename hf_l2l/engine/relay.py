@@ -192,8 +192,8 @@ class Relay:
             return self._run_plainly(self.eps.masters.unit(layer), forward, args, kwargs)
         resident = self.eps.masters.unit(layer).place.is_resident
         if root.shared is not None and root.replay is None and not resident:
-            assert self.shell.stacks is not None, "what is shared is that of stacks"
-            self.shell.stacks.wait_for(layer)
+            assert self.shell.coroutines is not None, "what is shared is that of coroutines"
+            self.shell.coroutines.wait_for(layer)
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or have_cache(arguments)):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))

@@ -1,4 +1,4 @@
-"""Functions in stacks of their own: who goes on when, what each has set, and how they end."""
+"""Functions in coroutines of their own: who goes on when, what each has set, and how they end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_l2l.engine.stacks import Stacks
+from hf_l2l.engine.coroutines import Coroutines
 
 CPU = torch.device("cpu")
 NAME = contextvars.ContextVar("name", default="")
@@ -18,18 +18,18 @@ NAME = contextvars.ContextVar("name", default="")
 
 def visits(*paths: str) -> str:
     """Who comes where, of functions that wait for these letters one after the other."""
-    stacks: Stacks[None] = Stacks(CPU)
+    coroutines: Coroutines[None] = Coroutines(CPU)
     found: list[str] = []
 
     def walk(number: int) -> Callable[[], None]:
         def run() -> None:
             for letter in paths[number]:
-                stacks.wait_for(letter)
+                coroutines.wait_for(letter)
                 found.append(f"{letter}{number}")
 
         return run
 
-    stacks.run([walk(number) for number in range(len(paths))])
+    coroutines.run([walk(number) for number in range(len(paths))])
     return " ".join(found)
 
 
@@ -68,7 +68,7 @@ def settings() -> tuple[object, ...]:
 
 
 def test_what_one_sets_is_set_for_it_alone_though_blocks_do_not_nest():
-    stacks: Stacks[tuple[object, ...]] = Stacks(CPU)
+    coroutines: Coroutines[tuple[object, ...]] = Coroutines(CPU)
     before = settings()
 
     def with_all() -> tuple[object, ...]:
@@ -82,74 +82,74 @@ def test_what_one_sets_is_set_for_it_alone_though_blocks_do_not_nest():
         ):
             inside = settings()
             for _ in range(2):
-                stacks.wait_for("a layer")
+                coroutines.wait_for("a layer")
                 assert settings() == inside
         assert settings() == (*before[:-1], "own")
         return inside
 
     def plain() -> tuple[object, ...]:
         for _ in range(3):
-            stacks.wait_for("a layer")
+            coroutines.wait_for("a layer")
             assert settings() == before
         return settings()
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         outer = settings()
-        stacks.run([lambda: stacks.wait_for("a layer") or settings()])
+        coroutines.run([lambda: coroutines.wait_for("a layer") or settings()])
         assert settings() == outer
-    inside, kept = stacks.run([with_all, plain])
+    inside, kept = coroutines.run([with_all, plain])
     assert inside != before == kept == settings()
 
 
 def test_a_weight_that_autocast_has_cast_serves_one_of_them():
-    stacks: Stacks[torch.Tensor] = Stacks(CPU)
+    coroutines: Coroutines[torch.Tensor] = Coroutines(CPU)
     weight = torch.ones(2, 2, requires_grad=True)
 
     def run() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            stacks.wait_for("a layer")
+            coroutines.wait_for("a layer")
             return torch.ones(2, 2) @ weight
 
-    one, other = (result.grad_fn.next_functions[1][0] for result in stacks.run([run, run]))
+    one, other = (result.grad_fn.next_functions[1][0] for result in coroutines.run([run, run]))
     assert one is not None and one is not other
 
 
 def test_an_error_ends_all_in_their_own_settings_and_comes_out():
-    stacks: Stacks[None] = Stacks(CPU)
+    coroutines: Coroutines[None] = Coroutines(CPU)
     ended: list[object] = []
 
     def waits() -> None:
         with torch.no_grad():
             try:
-                stacks.wait_for("a layer")
+                coroutines.wait_for("a layer")
             finally:
                 ended.append(torch.is_grad_enabled())
-                stacks.wait_for("once more")
+                coroutines.wait_for("once more")
 
     def fails() -> None:
-        stacks.wait_for("a layer")
+        coroutines.wait_for("a layer")
         raise KeyboardInterrupt("now")
 
     with torch.enable_grad(), pytest.raises(KeyboardInterrupt, match="now"):
-        stacks.run([waits, fails, waits])
+        coroutines.run([waits, fails, waits])
     assert ended == [False, False] and torch.is_grad_enabled()
-    assert stacks.run([lambda: None]) == [None]
+    assert coroutines.run([lambda: None]) == [None]
 
 
 def test_a_backward_visits_the_first_function_first():
-    stacks: Stacks[torch.Tensor] = Stacks(CPU)
+    coroutines: Coroutines[torch.Tensor] = Coroutines(CPU)
     order: list[str] = []
 
     def forward(number: int) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
             x = torch.ones(1, requires_grad=True)
             for layer in range(3):
-                stacks.wait_for(layer)
+                coroutines.wait_for(layer)
                 x = x * 2
                 x.register_hook(lambda gradient, layer=layer: order.append(f"{layer}{number}"))
             return x
 
         return run
 
-    sum(stacks.run([forward(number) for number in range(2)])).backward()
+    sum(coroutines.run([forward(number) for number in range(2)])).backward()
     assert order == ["20", "21", "10", "11", "00", "01"]
