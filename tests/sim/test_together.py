@@ -191,7 +191,7 @@ def test_random_programs(seed):
     for parameter in list(model.parameters())[: draw(8)]:
         parameter.requires_grad_(False)
     modes = ({}, {"eps_update": "eager"}, {"ubatch_size": 1}, {"stash": "host", "boundary": "host", "ubatch_size": 1})
-    model, eps, _, plain, _ = pair(model, **modes[draw(len(modes)) if draw(2) else 0])
+    model, eps, optimizer, plain, _ = pair(model, **modes[draw(len(modes)) if draw(2) else 0])
     batches = batches_of(tuple(3 + draw(10) for _ in range(1 + draw(5))))
     chosen = [[mean_loss, *LOSSES.values()][draw(4)] for _ in batches]
     failing = draw(len(batches)) if draw(3) == 0 else None
@@ -213,7 +213,10 @@ def test_random_programs(seed):
         total = sum(each)
         if total.requires_grad:
             total.backward()
-    if eps.updates.mode != "eager":
+    if eps.updates.mode == "eager":
+        optimizer.step()
+        eps.synchronize()
+    else:
         for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert (parameter.grad is None) == (other.grad is None)
             if other.grad is not None:
