@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_l2l.engine import shell
 from hf_l2l.testing import engine_on_clock, virtual_clock
 from models import assert_same_bits, gradients, llama, t5
 from runs import OPTIMIZERS, attach
@@ -177,6 +178,15 @@ def test_where_nothing_is_shared_batches_run_one_after_the_other():
     with pytest.raises(RuntimeError, match="batches run together in calls of their own"):
         model.model.layers[0].register_forward_pre_hook(lambda *_: eps.together(len, [[1]]))
         mean_loss(model, batches_of()[0])
+
+
+def test_without_greenlet_they_do_so_with_the_same_bits(monkeypatch):
+    monkeypatch.setattr(shell, "Coroutines", None)
+    model, eps, _, plain, _ = pair(llama())
+    losses = eps.together(lambda batch: mean_loss(model, batch), batches_of())
+    (sum(losses[1:], losses[0]) / len(losses)).backward()
+    plain_step(plain, mean_loss, batches_of())
+    assert_same_bits(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("seed", range(times(4, 200)))
