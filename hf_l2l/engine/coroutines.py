@@ -1,8 +1,8 @@
 """Functions that run alternately in one thread: one runs at a time, until it waits for the others.
 
-Each has a stack of its own: a greenlet. Threads that take turns would not do: autograd numbers the nodes of each thread
-by themselves, and a backward visits nodes in the order of these numbers, so that it would go through the layers of one
-function after the layers of another one.
+Each has a stack of its own: a greenlet. Threads that take turns would not do: autograd numbers the nodes of each
+thread by themselves, and a backward visits nodes in the order of these numbers, so that it would go through the layers
+of one function after the layers of another one.
 """
 
 from __future__ import annotations
