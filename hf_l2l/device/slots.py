@@ -294,6 +294,7 @@ class GradientSlots:
             if slot.memory.numel() < unit.gradient_layout.num_bytes:
                 slot = self.slots[0] = _GradientSlot(self._num_bytes(unit), self.device)
             self._views, flat = slot.views_of(unit), slot.memory[: unit.gradient_layout.num_bytes]
+        # The sums before are in this slot, since nobody has called `leave` after them; no download reads it.
         self._unit, self._is_empty, self._norms = unit, before is None, {}
         errors = self._errors = HookErrors()
         sums = self._sums = [None] * len(weights.leaves) if before is None else before.totals

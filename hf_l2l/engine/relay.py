@@ -190,15 +190,15 @@ class Relay:
     def _run(self, root: ModelCall, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if root.is_plain:
             return self._run_plainly(self.eps.masters.unit(layer), forward, args, kwargs)
-        resident = self.eps.masters.unit(layer).place.is_resident
-        if root.shared is not None and root.replay is None and not resident:
+        unit = self.eps.masters.unit(layer)
+        # Batches that run together come to a layer one after the other while it is on the device.
+        if root.shared is not None and root.replay is None and not unit.place.is_resident:
             assert self.shell.coroutines is not None, "what is shared is that of coroutines"
             self.shell.coroutines.wait_for(layer)
         arguments, spec = flatten((args, kwargs))
         if root.makes_graph and (kwargs.get("use_cache") or have_cache(arguments)):
             arguments, spec = flatten(without_caches(layer, args, kwargs, root.cache_sizes))
         containers = containers_of((args, kwargs), arguments)
-        unit = self.eps.masters.unit(layer)
         at = device_of(self.devices, unit, len(root.layer_calls), arguments)
         call = LayerCall.of(unit, forward, arguments, spec, at, self.eps.copies)
         call.on_own_stream = not (have_cache(arguments) or any(map(holds_tensors, arguments)))
@@ -447,6 +447,7 @@ class Relay:
 
     @staticmethod
     def _key(root: ModelCall) -> object:
+        """Of `_last_time`."""
         return root.module if root.forward is not None else "together"
 
     def _end_forward(self, root: ModelCall) -> None:
